@@ -1,0 +1,118 @@
+"""`tree="auto"`: the tree that promises the most tokens a second on this machine.
+
+A wide target pass costs more than a narrow one, by how much depends on the machine: on two CPU cores 60 nodes cost
+three times one token, on a large GPU a fifth more. The costs are measured once for a target; what a tree of each shape
+gains is read from the drafter's `expected_acceptance`, which was measured when it was made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from microspec_hf.config import TreeConfig
+from microspec_hf.eagle import EagleHead
+from microspec_hf.hf import Target, TreeCache, additive_mask
+
+WIDTHS = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
+DEPTHS = (1, 2, 3, 4, 5)
+CONTEXT = 128
+"""Tokens in the cache while costs are measured."""
+
+_chosen: WeakKeyDictionary[PreTrainedModel, TreeConfig] = WeakKeyDictionary()
+
+
+def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
+    """Measure once for each target, then answer from memory."""
+    if target.model not in _chosen:
+        _chosen[target.model] = best_tree(
+            target_cost=_interpolate(WIDTHS, [_target_seconds(target, width) for width in WIDTHS]),
+            draft_cost=_draft_seconds(target, head),
+            table=head.config.expected_acceptance,
+        )
+    return _chosen[target.model]
+
+
+def best_tree(target_cost: Callable[[int], float], draft_cost: float, table: dict[str, dict[str, float]]) -> TreeConfig:
+    """The tree with the most expected tokens a second.
+
+    Args:
+        target_cost: seconds of one target pass over so many nodes.
+        draft_cost: seconds of one drafter pass.
+        table: expected acceptance length by depth and nodes, JSON keys; empty: a prior of EAGLE-2's published means.
+    """
+    trees = [TreeConfig(depth, 10, nodes) for depth in DEPTHS for nodes in WIDTHS if nodes > depth + 1]
+
+    def tokens_per_second(tree: TreeConfig) -> float:
+        seconds = target_cost(tree.num_nodes) + (tree.depth + 1) * draft_cost
+        return expected_acceptance(tree, table) / seconds
+
+    return max(trees, key=tokens_per_second)
+
+
+def expected_acceptance(tree: TreeConfig, table: dict[str, dict[str, float]]) -> float:
+    """Expected tokens a round, from the drafter's table (linear in the nodes between its columns) or the prior."""
+    if row := table.get(str(tree.depth)):
+        nodes = sorted(map(int, row))
+        return _interpolate(nodes, [row[str(n)] for n in nodes])(tree.num_nodes)
+    # EAGLE-2's published means (3.9 tokens at 60 nodes, 3.3 with half of them) as a geometric law over the levels.
+    agree = 0.5 + 0.25 * min(1.0, (tree.num_nodes - 1) / 59) ** 0.3
+    return sum(agree**level for level in range(tree.num_levels + 1))
+
+
+def _interpolate(xs: Sequence[int], ys: Sequence[float]) -> Callable[[int], float]:
+    def value(x: int) -> float:
+        x = min(max(x, xs[0]), xs[-1])
+        right = next(i for i, edge in enumerate(xs) if edge >= x)
+        if xs[right] == x:
+            return ys[right]
+        share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+        return ys[right - 1] * (1 - share) + ys[right] * share
+
+    return value
+
+
+def _target_seconds(target: Target, width: int) -> float:
+    device = target.device
+    cache = target.new_cache()
+    columns = torch.arange(CONTEXT + width, device=device)
+
+    def run(tokens: int) -> None:
+        positions = torch.arange(CONTEXT, CONTEXT + tokens, device=device)
+        cache.prepare(positions, CONTEXT + tokens)
+        visible = torch.where(columns[: CONTEXT + tokens] <= positions[:, None], columns[: CONTEXT + tokens], -1)
+        target.head(target.forward(torch.zeros_like(positions), positions, visible, cache))
+
+    return _seconds(lambda: run(width), device)
+
+
+def _draft_seconds(target: Target, head: EagleHead, rows: int = 10) -> float:
+    device, size = target.head.weight.device, target.hidden_size
+    cache = TreeCache(num_layers=1)
+    positions = torch.arange(CONTEXT, CONTEXT + rows, device=device)
+    hidden = torch.zeros(1, rows, size, dtype=target.dtype, device=device)
+    visible = torch.arange(CONTEXT + rows, device=device) <= positions[:, None]
+    mask = additive_mask(torch.where(visible, 0, -1), positions, None, target.dtype)
+    weight = target.head.weight[:3072]
+
+    def run() -> None:
+        cache.prepare(positions, CONTEXT + rows)
+        output = head(hidden, hidden, positions[None], mask, cache)
+        target.head.project(output[0], weight, None).float().log_softmax(-1).topk(rows)
+
+    return _seconds(run, device)
+
+
+def _seconds(run: Callable[[], None], device: torch.device, repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        run()
+        torch.zeros(1, device=device).item()  # waits for the device
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])

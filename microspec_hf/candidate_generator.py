@@ -1,0 +1,200 @@
+"""Who drafts: an EAGLE head paired with a target and a draft vocabulary (EAGLE-2 section 4.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import CandidateGenerator
+
+from microspec_hf import ops
+from microspec_hf.config import TreeConfig
+from microspec_hf.eagle import EagleHead
+from microspec_hf.hf import Target, TreeCache, additive_mask
+from microspec_hf.tree import DraftTree, Verification
+from microspec_hf.vocabulary import DraftVocabulary
+
+
+class MicroSpecCandidateGenerator(CandidateGenerator):
+    """Drafts a token tree from the target's hidden states; one object for one text.
+
+    `feed` takes the prompt's hidden rows, `draft` gives a `DraftTree` to our own loop, `learn` takes what the target
+    made of it. `get_candidates` and `update_candidate_strategy` give the tree's best chain to transformers' assisted
+    decoding, so that this class is a candidate generator like any other.
+
+    The head's cache keeps rows of true target features only. Row j holds the pair (hidden state at j, token at j + 1)
+    at RoPE position j, so it is one row shorter than the text.
+
+    Args:
+        target: the model that decides.
+        head: the EAGLE head, on the device and in the dtype of the target's LM head.
+        vocabulary: over which rows of the LM head the head's scores are computed.
+        tree: shape of the draft tree.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": True}  # noqa: RUF012 (transformers' own field)
+
+    def __init__(self, target: Target, head: EagleHead, vocabulary: DraftVocabulary, tree: TreeConfig):
+        self.target, self.head, self.vocabulary, self.tree = target, head, vocabulary, tree
+        self.device = target.head.weight.device
+        self.cache = TreeCache(num_layers=1)
+        self.num_rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.pending_hidden = torch.zeros(
+            tree.num_path_slots, target.hidden_size, dtype=target.dtype, device=self.device
+        )
+        self.pending_tokens = torch.zeros(tree.num_path_slots, dtype=torch.int64, device=self.device)
+        self.num_pending = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._offered: Tensor | None = None
+
+    def feed(self, hidden: Tensor, next_tokens: Tensor) -> None:
+        """Run the head over true features whose next token is known, and keep its KV.
+
+        Args:
+            hidden: `[T, H]`, the target's hidden rows, in order after those fed before.
+            next_tokens: int64 `[T]`, the token that follows each row.
+        """
+        count = hidden.shape[0]
+        if count == 0:
+            return
+        start = self.cache.length
+        positions = torch.arange(start, start + count, device=self.device)
+        visible = torch.arange(start + count, device=self.device) <= positions[:, None]
+        self.cache.prepare(positions, start + count)
+        self._run(next_tokens, hidden, positions, visible)
+        self.cache.length += count
+        self.num_rows += count
+
+    def expect(self, hidden: Tensor, next_tokens: Tensor, count: Tensor) -> None:
+        """The rows that the next draft starts from: `count` `[1]` of the P rows `[P, H]`, `[P]` are valid."""
+        self.pending_hidden, self.pending_tokens, self.num_pending = hidden, next_tokens, count
+
+    def draft(self, root: Tensor) -> DraftTree:
+        """Draft a tree below `root`, int64 `[1]`, the last decided token, which the target has not seen yet."""
+        self.vocabulary.prepare()
+        k, depth = self.tree.top_k, self.tree.depth
+        view = self.cache.length + self.tree.num_path_slots + depth * k
+        columns = torch.arange(view, device=self.device)
+
+        # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
+        positions = self.num_rows + torch.arange(self.tree.num_path_slots, device=self.device)
+        self.cache.prepare(positions, view)
+        output = self._run(self.pending_tokens, self.pending_hidden, positions, columns <= positions[:, None])
+        self.num_rows = self.num_rows + self.num_pending
+        last = output.index_select(0, self.num_pending - 1)
+        scores, tokens = self.vocabulary.topk(last, k)
+
+        beam_scores, beam_tokens = scores[0], tokens[0]
+        beam_hidden = last.expand(k, -1)
+        beam_flat = torch.arange(k, device=self.device)
+        all_scores, all_tokens, all_parents = [beam_scores], [beam_tokens], [torch.full_like(beam_flat, -1)]
+        ancestors = torch.zeros(k, depth * k, dtype=torch.bool, device=self.device)
+        own = torch.eye(k, dtype=torch.bool, device=self.device)
+        tree_columns = columns - self.num_rows
+        in_tree = (tree_columns >= 0) & (tree_columns < depth * k)
+        for level in range(depth):
+            ancestors[:, level * k : (level + 1) * k] = own
+            rows = self.num_rows + level * k + torch.arange(k, device=self.device)
+            visible = (columns < self.num_rows) | (
+                in_tree & ancestors[:, tree_columns.clamp(0, depth * k - 1)]
+            )
+            self.cache.prepare(rows, view)
+            output = self._run(beam_tokens, beam_hidden, (self.num_rows + level).expand(k), visible)
+            scores, tokens = self.vocabulary.topk(output, k)
+            children = (beam_scores[:, None] + scores).flatten()
+            all_scores.append(children)
+            all_tokens.append(tokens.flatten())
+            all_parents.append(beam_flat.repeat_interleave(k))
+            beam_scores, chosen = ops.stable_topk(children, k)
+            parent_row = chosen // k
+            beam_tokens = tokens.flatten()[chosen]
+            beam_flat = k + level * k * k + chosen
+            beam_hidden = output[parent_row]
+            ancestors = ancestors[parent_row]
+        nodes = ops.build_tree(
+            torch.cat(all_scores), torch.cat(all_tokens), torch.cat(all_parents), root, self.tree.num_nodes
+        )
+        return DraftTree(*nodes)
+
+    def learn(self, hidden: Tensor, tree: DraftTree, candidates: Tensor, verification: Verification) -> None:
+        """Take in a verified round: the next draft starts from the true features of the accepted path.
+
+        Args:
+            hidden: `[N, H]`, the target's hidden rows at the nodes.
+            tree: what was drafted.
+            candidates: int64 `[N, K_ver]`, the target's top ids at the nodes.
+            verification: the accepted path.
+        """
+        self.vocabulary.observe(tree, candidates, verification)
+        self.expect(hidden.index_select(0, verification.path), verification.emitted, verification.num_emitted)
+
+    def commit(self, num_rows: int) -> None:
+        """Tell the host side how many rows of true features the cache holds (sizes of views only)."""
+        self.cache.length = num_rows
+
+    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        embeddings = self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(hidden)
+        mask = additive_mask(torch.where(visible, 0, -1), positions, None, hidden.dtype)
+        return self.head(embeddings[None], hidden[None], positions[None], mask, self.cache)[0]  # type: ignore[no-any-return]
+
+    # transformers' assisted decoding ---------------------------------------------------------------------------
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: Tensor, model_outputs: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """The best chain of a fresh tree behind `input_ids` `[1, L]`: `[1, L + c]`, and no logits.
+
+        Without logits the host compares tokens with its own choice, which is exact (see `verification`). The first
+        call has no hidden states to draft from and proposes nothing.
+        """
+        if model_outputs is None:
+            return input_ids, None
+        tokens = input_ids[0].to(self.device)
+        hidden = model_outputs.hidden_states[-1][0].to(self.device)
+        rows = tokens.shape[0] - 1 - int(self.num_rows)
+        if self._offered is None:
+            self.vocabulary.begin(tokens, self._prompt_candidates(hidden[:rows]))
+            self.feed(hidden[: rows - 1], tokens[1:rows])
+            hidden, rows = hidden[rows - 1 : rows], 1
+        else:
+            self._observe_chain(tokens[-rows:], model_outputs.logits[0].to(self.device))
+        self.commit(int(self.num_rows))
+        padding = (0, self.tree.num_path_slots - rows)
+        self.expect(
+            nn.functional.pad(hidden[:rows], (0, 0, *padding)),
+            nn.functional.pad(tokens[-rows:], padding),
+            torch.tensor([rows], device=self.device),
+        )
+        chain = _best_chain(self.draft(tokens[-1:]))
+        self._offered = torch.cat([tokens[-1:], chain])
+        return torch.cat([input_ids, chain[None].to(input_ids.device)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Nothing to adapt: the next call of `get_candidates` brings the hidden states of what was accepted."""
+
+    def _prompt_candidates(self, hidden: Tensor) -> Tensor | None:
+        k = self.vocabulary.prompt_candidates
+        return ops.topk_candidates(self.target.head(hidden), k) if k else None
+
+    def _observe_chain(self, emitted: Tensor, logits: Tensor) -> None:
+        """Show the vocabulary the chain that the host has just verified, as a tree with one branch."""
+        assert self._offered is not None
+        nodes = torch.arange(self._offered.shape[0], device=self.device)
+        count = emitted.shape[0]
+        verification = Verification(
+            path=nodes[:count], emitted=emitted, num_accepted=torch.tensor([count - 1], device=self.device)
+        )
+        k = self.vocabulary.verify_candidates
+        candidates = ops.topk_candidates(logits[-nodes.shape[0] :], k) if k else nodes.new_empty(nodes.shape[0], 0)
+        self.vocabulary.observe(DraftTree.from_parents(self._offered, nodes - 1), candidates, verification)
+
+
+def _best_chain(tree: DraftTree) -> Tensor:
+    """Tokens of the path that takes the best child at every node (siblings are in the order of their scores)."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    chain, node = [], 0
+    while (child := next((n for n, p in enumerate(parents) if p == node and tokens[n] >= 0), None)) is not None:
+        chain.append(tokens[child])
+        node = child
+    return torch.tensor(chain, dtype=torch.int64, device=tree.tokens.device)

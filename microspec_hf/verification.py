@@ -1,0 +1,153 @@
+"""What the target says about a draft tree: its token at every node, and the path that agrees with it.
+
+One rule serves greedy decoding and sampling: the target decides one token at each node, and the walk goes on while a
+child carries that token. Children are chosen deterministically, so drawing from the target's own distribution and
+stopping where no child matches is exact for any tree and any draft vocabulary; the drafter's probabilities are never
+used (EAGLE-2 section 4.2 in its simplest form; no rejection sampling).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from microspec_hf.tree import DraftTree, Verification
+
+HISTORY_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors that look at the scores of a row and at nothing else; exact types, since a subclass may look further."""
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """How a token is chosen from the target's logits: `generate`'s processors, then argmax or one draw.
+
+    Args:
+        processors: what `generate` assembled from its flags and the caller's list.
+        do_sample: draw from the softmax instead of taking the highest score.
+    """
+
+    processors: LogitsProcessorList
+    do_sample: bool
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return not self.do_sample and not self.processors
+
+    @property
+    def is_history_free(self) -> bool:
+        """True when the processors may see all nodes of a tree at once, since they ignore the preceding ids."""
+        return all(type(processor) in HISTORY_FREE for processor in self.processors)
+
+    def scores(self, prefix: Tensor, logits: Tensor) -> Tensor:
+        """Processed fp32 scores `[T, V]` of T rows of logits that follow the ids `prefix` `[L]`."""
+        return self.processors(prefix.expand(len(logits), -1), logits.to(torch.float32, copy=True))  # type: ignore[no-any-return]
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """One token for each row of scores `[T, V]`: int64 `[T]`. Greedy choice leaves the random state alone."""
+        if self.do_sample:
+            return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
+        return scores.argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verification and, when they were asked for, the processed scores `[P, V]` at the nodes of its path."""
+
+    verification: Verification
+    scores: Tensor | None = None
+
+
+def verify(
+    tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_slots: int, best: Tensor | None = None
+) -> Judgement:
+    """Decide the target's tokens on a tree and accept the path that agrees.
+
+    Args:
+        tree: N nodes.
+        logits: the target's logits at the nodes, `[N, V]`.
+        prefix: int64 `[L]`, all decided ids, the root last.
+        rule: how tokens are chosen.
+        num_slots: P, the slots of the path.
+        best: int64 `[N]`, the argmax of each row of logits where the caller has it already.
+    """
+    if rule.is_plain_greedy:
+        return Judgement(accept(tree, logits.argmax(dim=-1) if best is None else best, num_slots), None)
+    if rule.is_history_free:
+        scores = rule.scores(prefix, logits)
+        verification = accept(tree, rule.choose(scores), num_slots)
+        return Judgement(verification, scores.index_select(0, verification.path))
+    return _walk(tree, logits, prefix, rule, num_slots)
+
+
+def accept(tree: DraftTree, chosen: Tensor, num_slots: int) -> Verification:
+    """The deepest path whose every token is the target's choice at its parent, without a host read.
+
+    Args:
+        tree: N nodes; siblings carry distinct tokens, so that at most one child matches.
+        chosen: int64 `[N]`, the target's token at each node.
+        num_slots: P, at least the depth of the tree plus one.
+    """
+    num_nodes = tree.num_nodes
+    matches = tree.tokens == chosen[tree.parents.clamp(min=0)]
+    matches = matches | (tree.parents < 0)
+    ancestors = tree.ancestor_mask()
+    agreed = (matches | ~ancestors).all(dim=1)
+    depth = torch.where(agreed, tree.depths, -1)
+    last = depth.argmax().reshape(1)
+    nodes = torch.arange(num_nodes, device=chosen.device)
+    on_path = ancestors.index_select(0, last)[0]
+    order = torch.where(on_path, nodes, num_nodes).sort().values
+    order = torch.nn.functional.pad(order, (0, max(0, num_slots - num_nodes)), value=num_nodes)[:num_slots]
+    path = torch.where(order < num_nodes, order, last)
+    emitted = torch.where(order < num_nodes, chosen[path], -1)
+    return Verification(path=path, emitted=emitted, num_accepted=depth.index_select(0, last))
+
+
+def _walk(tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_slots: int) -> Judgement:
+    """Node by node from the root, so that each processor sees true prefixes only, in order, each position once."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    path, emitted, rows = [0], [], []
+    while True:
+        row = rule.scores(prefix, logits[path[-1] : path[-1] + 1])
+        token = rule.choose(row)
+        rows.append(row)
+        emitted.append(int(token))
+        children = [n for n, parent in enumerate(parents) if parent == path[-1] and tokens[n] == emitted[-1]]
+        if not children:
+            break
+        path.append(children[0])
+        prefix = torch.cat([prefix, token])
+    padding = num_slots - len(path)
+    device = tree.tokens.device
+    verification = Verification(
+        path=torch.tensor(path + path[-1:] * padding, device=device),
+        emitted=torch.tensor(emitted + [-1] * padding, device=device),
+        num_accepted=torch.tensor([len(path) - 1], device=device),
+    )
+    return Judgement(verification, torch.cat(rows + rows[-1:] * padding))
