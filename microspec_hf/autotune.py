@@ -24,18 +24,19 @@ DEPTHS = (1, 2, 3, 4, 5)
 CONTEXT = 128
 """Tokens in the cache while costs are measured."""
 
-_chosen: WeakKeyDictionary[PreTrainedModel, TreeConfig] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[EagleHead, TreeConfig]] = WeakKeyDictionary()
 
 
 def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
-    """Measure once for each target, then answer from memory."""
-    if target.model not in _chosen:
-        _chosen[target.model] = best_tree(
+    """Measure once for each pair of target and head, then answer from memory."""
+    chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
+    if head not in chosen:
+        chosen[head] = best_tree(
             target_cost=_interpolate(WIDTHS, [_target_seconds(target, width) for width in WIDTHS]),
             draft_cost=_draft_seconds(target, head),
             table=head.config.expected_acceptance,
         )
-    return _chosen[target.model]
+    return chosen[head]
 
 
 def best_tree(target_cost: Callable[[int], float], draft_cost: float, table: dict[str, dict[str, float]]) -> TreeConfig:
@@ -46,7 +47,8 @@ def best_tree(target_cost: Callable[[int], float], draft_cost: float, table: dic
         draft_cost: seconds of one drafter pass.
         table: expected acceptance length by depth and nodes, JSON keys; empty: a prior of EAGLE-2's published means.
     """
-    trees = [TreeConfig(depth, 10, nodes) for depth in DEPTHS for nodes in WIDTHS if nodes > depth + 1]
+    depths = [depth for depth in DEPTHS if str(depth) in table] or DEPTHS  # measured and guessed do not compare
+    trees = [TreeConfig(depth, 10, nodes) for depth in depths for nodes in WIDTHS if nodes > depth + 1]
 
     def tokens_per_second(tree: TreeConfig) -> float:
         seconds = target_cost(tree.num_nodes) + (tree.depth + 1) * draft_cost
@@ -62,7 +64,7 @@ def expected_acceptance(tree: TreeConfig, table: dict[str, dict[str, float]]) ->
         return _interpolate(nodes, [row[str(n)] for n in nodes])(tree.num_nodes)
     # EAGLE-2's published means (3.9 tokens at 60 nodes, 3.3 with half of them) as a geometric law over the levels.
     agree = 0.5 + 0.25 * min(1.0, (tree.num_nodes - 1) / 59) ** 0.3
-    return sum(agree**level for level in range(tree.num_levels + 1))
+    return float(sum(agree**level for level in range(tree.num_levels + 1)))
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float]) -> Callable[[int], float]:

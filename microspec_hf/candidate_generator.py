@@ -96,9 +96,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         for level in range(depth):
             ancestors[:, level * k : (level + 1) * k] = own
             rows = self.num_rows + level * k + torch.arange(k, device=self.device)
-            visible = (columns < self.num_rows) | (
-                in_tree & ancestors[:, tree_columns.clamp(0, depth * k - 1)]
-            )
+            visible = (columns < self.num_rows) | (in_tree & ancestors[:, tree_columns.clamp(0, depth * k - 1)])
             self.cache.prepare(rows, view)
             output = self._run(beam_tokens, beam_hidden, (self.num_rows + level).expand(k), visible)
             scores, tokens = self.vocabulary.topk(output, k)

@@ -7,9 +7,9 @@ is drafted). All three are frozen; an impossible value is refused at constructio
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 MAX_NODES = 64
 """Ancestor masks are 64-bit words: one bit for each node of the tree, the root included."""
@@ -93,7 +93,7 @@ class VocabularyConfig:
         _require_int(self, "prompt_candidates", low=0)
         _require_int(self, "verify_candidates", low=0)
         _require_int(self, "floor", low=0)
-        if self.token_ids is not None and not isinstance(self.token_ids, tuple):
+        if isinstance(self.token_ids, Iterable):  # a JSON list as well
             object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
         if self.kind == "static" and not self.token_ids:
             raise ValueError(
@@ -125,24 +125,26 @@ class MicroSpecConfig:
     prefill_chunk: int = 512
 
     def __post_init__(self) -> None:
-        if isinstance(self.tree, Mapping):
-            object.__setattr__(self, "tree", _from_dict(TreeConfig, self.tree))
-        elif not isinstance(self.tree, TreeConfig) and self.tree != "auto":
-            raise ValueError(f'tree must be a TreeConfig, a dict of its fields or "auto", got {self.tree!r}.')
-        if isinstance(self.vocabulary, str):
-            object.__setattr__(self, "vocabulary", VocabularyConfig(kind=self.vocabulary))
-        elif isinstance(self.vocabulary, Mapping):
-            object.__setattr__(self, "vocabulary", _from_dict(VocabularyConfig, self.vocabulary))
-        elif not isinstance(self.vocabulary, VocabularyConfig):
+        tree: Any = self.tree
+        if isinstance(tree, Mapping):
+            object.__setattr__(self, "tree", _from_dict(TreeConfig, tree))
+        elif not isinstance(tree, TreeConfig) and tree != "auto":
+            raise ValueError(f'tree must be a TreeConfig, a dict of its fields or "auto", got {tree!r}.')
+        vocabulary: Any = self.vocabulary
+        if isinstance(vocabulary, str):
+            object.__setattr__(self, "vocabulary", _from_dict(VocabularyConfig, {"kind": vocabulary}))
+        elif isinstance(vocabulary, Mapping):
+            object.__setattr__(self, "vocabulary", _from_dict(VocabularyConfig, vocabulary))
+        elif not isinstance(vocabulary, VocabularyConfig):
             raise ValueError(
-                f"vocabulary must be a VocabularyConfig, a dict of its fields or a kind, got {self.vocabulary!r}."
+                f"vocabulary must be a VocabularyConfig, a dict of its fields or a kind, got {vocabulary!r}."
             )
         _require_int(self, "prefill_chunk", low=1)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MicroSpecConfig:
         """The configuration that `to_dict` wrote; unknown keys are refused by name."""
-        return _from_dict(cls, values)
+        return cast(MicroSpecConfig, _from_dict(cls, values))
 
     @classmethod
     def coerce(cls, value: MicroSpecConfig | Mapping[str, Any] | None) -> MicroSpecConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -9,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,15 @@ from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig
 from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
-from microspec_hf.hf import Target, caller_cache, export_cache, refuse_request
+from microspec_hf.hf import (
+    Target,
+    caller_cache,
+    check_tree_pass,
+    export_cache,
+    processors_of_row,
+    refuse_processors_of_batch,
+    refuse_request,
+)
 from microspec_hf.loop import Emission, prefill, step
 from microspec_hf.stats import SpeculationStats
 from microspec_hf.verification import TokenRule
@@ -94,7 +103,9 @@ def run(
         drafter: an `EagleHead`, a folder, a Hub id, or `"auto"` to look the target up in the drafter table. None: what
             the model's generation config names as `drafter`.
         microspec: options, see `MicroSpecConfig`.
-        streamer, tokenizer, stop_strings, stopping_criteria, generate_arguments: as for `generate`.
+        streamer, tokenizer, stop_strings, stopping_criteria, generate_arguments: as for `generate`. A streamer that has
+            a method `begin_round(num_emitted)` is told before it gets the tokens of one target pass; the last of them
+            is the target's own, the others are accepted drafts.
 
     Raises:
         ValueError: the request cannot be served exactly. Nothing has been computed then.
@@ -103,15 +114,16 @@ def run(
     functools.update_wrapper(decode, generate)
     refuse_request(model, generate_arguments)
     criteria = StoppingCriteriaList(stopping_criteria or [])
-    if stop_strings is None:
-        configured = generate_arguments.get("generation_config") or model.generation_config
-        stop_strings = configured.stop_strings
-        if stop_strings is not None:
-            generate_arguments["generation_config"] = _without_stop_strings(configured)
+    for configured in (generate_arguments.get("generation_config"), model.generation_config):
+        if stop_strings is None and configured is not None:
+            stop_strings = configured.stop_strings
     if stop_strings is not None:
         if tokenizer is None:
-            raise ValueError("stop_strings needs the tokenizer: call generate(..., stop_strings=..., tokenizer=tokenizer).")
+            raise ValueError(
+                "stop_strings needs the tokenizer: call generate(..., stop_strings=..., tokenizer=tokenizer)."
+            )
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+        generate_arguments = _without_stop_strings(**generate_arguments)
     try:
         original = getattr(GenerationMixin.generate, "_microspec_original", GenerationMixin.generate)
         return original(  # type: ignore[no-any-return]
@@ -149,18 +161,21 @@ def generate(
     caller_cache(model_kwargs)
     prompts = _prompts(input_ids, model_kwargs)
     head = _resolve_drafter(model, target, drafter, generation_config)
+    stops = _Stops(stopping_criteria)
+    if len(prompts) > 1:
+        _refuse_batch(generation_config, stops, streamer)
+        refuse_processors_of_batch(logits_processor)
+    make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), top_k=1)  # refuses lists that do not fit
+    check_tree_pass(target)
     tree = choose_tree(target, head) if config.tree == "auto" else config.tree
     assert isinstance(tree, TreeConfig)
-    if len(prompts) > 1 and (generation_config.output_scores or generation_config.output_logits):
-        raise ValueError("output_scores and output_logits are given for one sequence at a time; pass one prompt.")
-
-    rule = TokenRule(logits_processor, bool(generation_config.do_sample))
-    stops = _Stops(stopping_criteria)
     record = bool(
-        generation_config.return_dict_in_generate and (generation_config.output_scores or generation_config.output_logits)
+        generation_config.return_dict_in_generate
+        and (generation_config.output_scores or generation_config.output_logits)
     )
     texts = []
-    for prompt in prompts:
+    for row, (padding, prompt) in enumerate(prompts):
+        rule = TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding)
         vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k)
         generator = MicroSpecCandidateGenerator(target, head, vocabulary, tree)
         texts.append(_decode(target, generator, prompt, rule, stops, config.prefill_chunk, streamer, record))
@@ -197,9 +212,11 @@ def _decode(
     stats.prefill_seconds = time.perf_counter() - started
     length = prompt.shape[0]
     while True:
-        count, stopped = _take(state.ids, length, emission, stops, streamer)
+        text = state.ids if rule.padding is None else torch.cat([rule.padding, state.ids])
+        count, stopped = _take(text, text.shape[0] - len(emission.tokens), emission, stops, streamer)
         if record:
-            assert emission.logits is not None and emission.scores is not None
+            assert emission.logits is not None
+            assert emission.scores is not None
             logits += emission.logits[:count].split(1)
             scores += emission.scores[:count].split(1)
         length += count
@@ -217,6 +234,8 @@ def _decode(
 
 def _take(ids: Tensor, length: int, emission: Emission, stops: _Stops, streamer: Any) -> tuple[int, bool]:
     """Offer the new tokens to the stopping criteria one by one: how many are kept, and whether the text ends."""
+    if hasattr(streamer, "begin_round"):  # beyond transformers' interface: tells accepted drafts from the bonus token
+        streamer.begin_round(len(emission.tokens))
     for count, token in enumerate(emission.tokens, start=1):
         if streamer is not None:
             streamer.put(torch.tensor([token]))
@@ -241,8 +260,8 @@ class _Stops:
         return ids.shape[0] >= self.max_length or token in self.ids or any(answers)
 
 
-def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The unpadded rows of a left-padded batch; refuses padding elsewhere and positions of the caller's own."""
+def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[Tensor | None, Tensor]]:
+    """Padding and prompt of each row of a left-padded batch; refuses other padding and the caller's own positions."""
     if input_ids.shape[1] == 0:
         raise ValueError("The prompt is empty; speculation starts from at least one token of input_ids.")
     mask = model_kwargs.get("attention_mask")
@@ -260,7 +279,7 @@ def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[Tensor]
                 "attention_mask hides tokens that are not padding on the left. "
                 'Speculation needs unbroken prompts; set tokenizer.padding_side = "left".'
             )
-        rows.append(row[-length:])
+        rows.append((row[:-length] if length < row.shape[0] else None, row[-length:]))
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] == input_ids.shape[1]:
         expected = mask.long().cumsum(-1) - 1
@@ -285,16 +304,23 @@ def _refuse_generation(model: PreTrainedModel, config: GenerationConfig) -> None
         )
     if not config.use_cache:
         raise ValueError("use_cache=False: speculation keeps the target's KV cache. Leave use_cache at its default.")
-    kind = config.cache_implementation or ""
-    if kind == "quantized" or "offloaded" in kind:
-        raise ValueError(
-            f"cache_implementation={kind!r}: its rows cannot be moved or rolled back after a rejected draft. "
-            "Leave cache_implementation out; speculation brings its own cache."
-        )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise ValueError(
             "output_attentions and output_hidden_states are not available with speculation: a tree pass computes them "
             "for rejected tokens too. Run model(sequences, output_hidden_states=True) on the result instead."
+        )
+
+
+def _refuse_batch(config: GenerationConfig, stops: _Stops, streamer: Any) -> None:
+    """What several rows cannot have, since they are written one after the other."""
+    if streamer is not None:
+        raise ValueError("A streamer follows one text at a time, and there are several; pass one prompt.")
+    if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        raise ValueError("output_scores and output_logits are given for one sequence at a time; pass one prompt.")
+    if stops.others and not stops.ids:
+        raise ValueError(
+            "Without an end token, plain generate writes on behind the stop of one row until all rows have stopped. "
+            "Set eos_token_id and pad_token_id, or pass one prompt at a time."
         )
 
 
@@ -319,11 +345,14 @@ _heads: WeakKeyDictionary[PreTrainedModel, dict[Any, EagleHead]] = WeakKeyDictio
 
 
 def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> EagleHead:
-    """Load a drafter, or find it as an earlier call with this target left it."""
-    key = (source if isinstance(source, EagleHead) else str(source), target.dtype, target.head.weight.device)
+    """Load a drafter, or find it as an earlier call with this target left it; a head of the caller's is never kept."""
+    where: dict[str, Any] = {"dtype": target.dtype, "device": target.head.weight.device}
+    if isinstance(source, EagleHead):
+        return load_drafter(source, **where)
     loaded = _heads.setdefault(model, {})
+    key = (str(source), *where.values())
     if key not in loaded:
-        loaded[key] = load_drafter(source, dtype=target.dtype, device=target.head.weight.device)
+        loaded[key] = load_drafter(source, **where)
     return loaded[key]
 
 
@@ -341,15 +370,32 @@ def _output(texts: list[_Text], input_ids: Tensor, config: GenerationConfig) -> 
     text = texts[0]
     cache_target, cache = text.cache
     return MicroSpecOutput(
-        sequences=sequences,
-        scores=text.scores if config.output_scores else None,
-        logits=text.logits if config.output_logits else None,
+        sequences=cast(torch.LongTensor, sequences),
+        scores=cast(Any, text.scores) if config.output_scores else None,
+        logits=cast(Any, text.logits) if config.output_logits else None,
         stats=[t.stats for t in texts],
-        **(export_cache(cache_target, cache, text.ids.shape[0] - 1) if len(texts) == 1 else {}),
+        **cast(dict[str, Any], export_cache(cache_target, cache, text.ids.shape[0] - 1) if len(texts) == 1 else {}),
     )
 
 
-def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
-    copy: GenerationConfig = GenerationConfig.from_dict(config.to_dict())
-    copy.stop_strings = None
-    return copy
+class _WithoutStopStrings(GenerationConfig):
+    """Does not take over the stop strings of the model's own generation config, as `generate` has every other do.
+
+    `generate` would make their criterion itself, for which it needs the tokenizer that it does not hand to a callable.
+    """
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
+        kwargs.pop("stop_strings", None)
+        return super().update(defaults_only, allow_custom_entries, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _without_stop_strings(generation_config: GenerationConfig | None = None, **arguments: Any) -> dict[str, Any]:
+    """The arguments of a `generate` call that leaves stop strings alone."""
+    config = _WithoutStopStrings()  # type: ignore[no-untyped-call]
+    if generation_config is None:
+        named = {name: value for name, value in arguments.items() if value is not None}
+        left = config.update(**named)
+        arguments = {name: value for name, value in arguments.items() if name not in named or name in left}
+    else:
+        vars(config).update(copy.deepcopy(vars(generation_config)), stop_strings=None)
+    return arguments | {"generation_config": config}

@@ -6,16 +6,26 @@ computes its logits with the model's own head.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    GenerateDecoderOnlyOutput,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
@@ -32,7 +42,7 @@ class TreeCacheLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: TreeCache):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -43,7 +53,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         rows = self.cache.rows.to(key_states.device)
         self.keys.index_copy_(2, rows, key_states)
         self.values.index_copy_(2, rows, value_states)
@@ -51,7 +62,8 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
+            assert self.keys is not None
+            assert self.values is not None
             extra = capacity - self.keys.shape[2]
             self.keys = nn.functional.pad(self.keys, (0, 0, 0, extra))
             self.values = nn.functional.pad(self.values, (0, 0, 0, extra))
@@ -77,7 +89,8 @@ class TreeCache(Cache):
     """
 
     def __init__(self, num_layers: int, capacity: int = 0):
-        super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self.rows_of: list[TreeCacheLayer] = [TreeCacheLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.rows_of))
         self.capacity = capacity
         self.length = 0
         self.view = 0
@@ -91,12 +104,12 @@ class TreeCache(Cache):
         """Make room for `capacity` rows; growth is by half, so that a long text reallocates a few times only."""
         if capacity > self.capacity:
             self.capacity = -(-max(capacity, self.capacity * 3 // 2) // 64) * 64
-            for layer in self.layers:
+            for layer in self.rows_of:
                 layer.grow(self.capacity)
 
     def buffers(self) -> list[Tensor]:
         """K and V buffers of all layers that hold any, `[1, heads, capacity, head_dim]` each."""
-        return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+        return [buffer for layer in self.rows_of for buffer in (layer.keys, layer.values) if buffer is not None]
 
 
 @dataclass(frozen=True)
@@ -188,7 +201,71 @@ class Target:
             use_cache=True,
             **{self._cache_argument: cache},
         )
-        return output.last_hidden_state[0].to(self.head.weight.device)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden.to(self.head.weight.device)
+
+
+_checked: WeakKeyDictionary[PreTrainedModel, tuple[str, torch.dtype]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def check_tree_pass(target: Target) -> None:
+    """Compare a small tree with plain forwards, once for each model, so that no architecture is trusted unseen.
+
+    A decoder may ignore the mask, take positions from the row numbers or keep a window of its own; a model may do more
+    between decoder and logits than its head. Each of them would change the text without an error.
+
+    Raises:
+        ValueError: the tree's logits are not those of plain forwards.
+    """
+    kind = target.config._attn_implementation, target.dtype
+    if _checked.get(target.model) == kind or target.model.training:  # dropout: nothing could be compared
+        return
+    try:
+        ours, plain = _tree_logits(target), _plain_logits(target)
+        error = float((ours - plain).norm(dim=-1).div(plain.norm(dim=-1)).amax())
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as reason:
+        raise ValueError(
+            f"{type(target.model).__name__} cannot take a tree of drafts ({type(reason).__name__}: {reason}). "
+            "Call generate without custom_generate."
+        ) from reason
+    if not error <= (1e-2 if torch.finfo(target.dtype).eps < 1e-6 else 0.3):  # TF32; experts chosen in half precision
+        raise ValueError(
+            f"{type(target.model).__name__} computes other logits for a tree of drafts than for the same texts one by "
+            f"one (relative error {error:.1e}), so that speculation would change the text. "
+            "Call generate without custom_generate."
+        )
+    _checked[target.model] = kind
+
+
+# The tree of the check, behind a prompt of four tokens: a root, its two children, and a child of the second one.
+_PROMPT, _NODES, _PATHS = [1, 2, 3, 4], [5, 6, 7, 8], [[5], [5, 6], [5, 7], [5, 7, 8]]
+
+
+def _tree_logits(target: Target) -> Tensor:
+    cache, device = target.new_cache(), target.device
+    length, columns = len(_PROMPT), torch.arange(8, device=device)
+    cache.prepare(columns[:length], length)
+    causal = torch.where(columns[:length] <= columns[:length, None], columns[:length], -1)
+    target.forward(torch.tensor(_PROMPT, device=device) % target.vocab_size, columns[:length], causal, cache)
+    cache.length = length
+
+    positions = torch.tensor([4, 5, 5, 6], device=device)
+    visible = columns.repeat(4, 1)
+    for node, (path, position) in enumerate(zip(_PATHS, positions.tolist(), strict=True)):
+        for other, token in enumerate(_NODES):
+            visible[node, length + other] = positions[other] if token in path and positions[other] <= position else -1
+    cache.prepare(columns[length:], 8)
+    hidden = target.forward(torch.tensor(_NODES, device=device) % target.vocab_size, positions, visible, cache)
+    return target.head(hidden).float()
+
+
+def _plain_logits(target: Target) -> Tensor:
+    texts = [torch.tensor([_PROMPT + path], device=target.device) % target.vocab_size for path in _PATHS]
+    rows = [target.model(input_ids=text, use_cache=False).logits[0, -1] for text in texts]
+    return torch.stack(rows).float().to(target.head.weight.device)
 
 
 def additive_mask(visible: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -233,6 +310,11 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any, decoder: nn.Module 
             f"{name} has layers of type {', '.join(strange)}, whose state cannot be rolled back after a rejected "
             "draft. Only full and sliding-window attention can be speculated on; call generate without custom_generate."
         )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ValueError(
+            f"{name} keeps attention windows of its own, by the order of the cache's rows, which a tree of drafts does "
+            "not have. Call generate without custom_generate."
+        )
     if model._is_stateful or not hasattr(config, "num_attention_heads"):
         raise ValueError(
             f"{name} keeps a recurrent state, which cannot be rolled back after a rejected draft. "
@@ -272,14 +354,57 @@ def refuse_request(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             'assistant_model and custom_generate="microspec" are two ways to speculate; the drafter of this one is '
             "named by drafter=. Pass one of them."
         )
+    for source in (arguments, vars(arguments.get("generation_config") or model.generation_config)):
+        kind = source.get("cache_implementation") or ""
+        if kind == "quantized" or "offloaded" in kind:  # transformers would begin to make such a cache
+            raise ValueError(
+                f"cache_implementation={kind!r}: its rows cannot be moved or rolled back after a rejected draft. "
+                "Leave cache_implementation out; speculation brings its own cache."
+            )
     if arguments.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds is not supported with speculation: the drafter reads token ids. Pass input_ids.")
+        raise ValueError(
+            "inputs_embeds is not supported with speculation: the drafter reads token ids. Pass input_ids."
+        )
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of a batch, ready to be called with one of its rows alone."""
+    return LogitsProcessorList([_processor_of_row(processor, row) for processor in processors])
+
+
+def refuse_processors_of_batch(processors: LogitsProcessorList) -> None:
+    """Refuse those of transformers' processors that keep a state for all rows of a batch together."""
+    together = (
+        EncoderNoRepeatNGramLogitsProcessor,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
+    if names := [type(processor).__name__ for processor in processors if isinstance(processor, together)]:
+        raise ValueError(
+            f"{', '.join(names)} must see all rows of a batch at once, but speculation writes one row after the other. "
+            "Pass one prompt at a time."
+        )
+
+
+def _processor_of_row(processor: Any, row: int) -> Any:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+    for kind, field in (
+        (EncoderRepetitionPenaltyLogitsProcessor, "encoder_input_ids"),
+        (RepetitionPenaltyLogitsProcessor, "prompt_ignore_length"),  # since 5.2x the padding of each row
+    ):
+        if isinstance(processor, kind) and isinstance(of_rows := getattr(processor, field), Tensor):
+            processor = copy.copy(processor)
+            setattr(processor, field, of_rows[row : row + 1])
+    return processor
 
 
 def caller_cache(model_kwargs: dict[str, Any]) -> None:
     """Refuse forward arguments that the loop would not pass on, and a cache that already holds a text."""
     understood = {"attention_mask", "position_ids", "cache_position", "use_cache", "cache", "past_key_values"}
     harmless = {"logits_to_keep", "num_logits_to_keep", "synced_gpus", "tokenizer", "assistant_tokenizer"}
+    harmless |= {"output_attentions", "output_hidden_states"}  # `generation` has refused them where they would be seen
     unknown = [k for k, v in model_kwargs.items() if v is not None and k not in understood | harmless]
     if unknown:
         raise ValueError(
@@ -305,8 +430,8 @@ def caller_cache(model_kwargs: dict[str, Any]) -> None:
 def export_cache(target: Target, cache: TreeCache, length: int) -> dict[str, Cache]:
     """The first `length` rows as the cache that plain `generate` returns, under this version's output field."""
     plain = DynamicCache(config=target.config)
-    for index, layer in enumerate(cache.layers):
-        if layer.is_initialized:
+    for index, layer in enumerate(cache.rows_of):
+        if layer.keys is not None and layer.values is not None:
             plain.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
     field = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
     return {field: plain}

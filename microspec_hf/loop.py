@@ -59,7 +59,7 @@ def prefill(
         drafter.feed(hidden[: following.shape[0]], following)
     drafter.vocabulary.begin(prompt.to(drafter.device), torch.cat(candidates) if candidates else None)
 
-    logits = target.head(hidden[-1:]).to(prompt.device)
+    logits = _logits(target, hidden[-1:]).to(prompt.device)
     scores = rule.scores(prompt, logits)
     first = rule.choose(scores)
     padding = drafter.tree.num_path_slots - 1
@@ -83,7 +83,7 @@ def step(
     """One round: draft a tree, check it in one target pass, keep the path that agrees, learn from it."""
     tree = drafter.draft(state.root.to(drafter.device))
     hidden = _target_pass(target, state, tree)
-    logits = target.head(hidden)
+    logits = _logits(target, hidden)
     candidates = ops.topk_candidates(logits, max(1, drafter.vocabulary.verify_candidates))
     judgement = verify(tree, logits, state.ids, rule, drafter.tree.num_path_slots, best=candidates[:, 0])
     verification = judgement.verification
@@ -112,6 +112,12 @@ def _target_pass(target: Target, state: GenerationState, tree: DraftTree) -> Ten
     visible = torch.where(in_tree, state.length + depths[node], torch.where(columns < 0, columns + state.length, -1))
     state.cache.prepare(state.length + torch.arange(num_nodes, device=device), view)
     return target.forward(tree.tokens.clamp(min=0).to(device), state.length + depths, visible, state.cache)
+
+
+def _logits(target: Target, hidden: Tensor) -> Tensor:
+    """Logits `[T, V]` as `generate` compares them: those of a float64 model in float32, where near ones are equal."""
+    logits = target.head(hidden)
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def _prompt_candidates(target: Target, hidden: Tensor, k: int) -> list[Tensor]:

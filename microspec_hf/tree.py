@@ -32,7 +32,8 @@ class DraftTree:
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor) -> DraftTree:
         """Derive depths and ancestor words by following `parents` (a loop over nodes; set-up and tests only)."""
-        depths, words = [], []
+        depths: list[int] = []
+        words: list[int] = []
         for node, parent in enumerate(parents.tolist()):
             if not (-1 <= parent < node) or (parent == -1) != (node == 0):
                 raise ValueError(f"parents[{node}] is {parent}; a parent must precede its child, the root has -1.")

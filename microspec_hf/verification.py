@@ -9,6 +9,7 @@ used (EAGLE-2 section 4.2 in its simplest form; no rejection sampling).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +51,13 @@ class TokenRule:
     Args:
         processors: what `generate` assembled from its flags and the caller's list.
         do_sample: draw from the softmax instead of taking the highest score.
+        padding: int64 `[P]`, what a batch put before a shorter prompt. The target does not see it, but `generate`
+            shows it to the processors, some of which count ids.
     """
 
     processors: LogitsProcessorList
     do_sample: bool
+    padding: Tensor | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -66,7 +70,9 @@ class TokenRule:
 
     def scores(self, prefix: Tensor, logits: Tensor) -> Tensor:
         """Processed fp32 scores `[T, V]` of T rows of logits that follow the ids `prefix` `[L]`."""
-        return self.processors(prefix.expand(len(logits), -1), logits.to(torch.float32, copy=True))  # type: ignore[no-any-return]
+        ids = prefix if self.padding is None else torch.cat([self.padding, prefix])
+        rows: Any = ids.expand(len(logits), -1)
+        return self.processors(rows, logits.to(torch.float32, copy=True))
 
     def choose(self, scores: Tensor) -> Tensor:
         """One token for each row of scores `[T, V]`: int64 `[T]`. Greedy choice leaves the random state alone."""
