@@ -1,0 +1,59 @@
+"""Draft vocabularies: over which rows of the target's LM head a drafter's scores are computed.
+
+`FullVocabulary` is EAGLE-2, `StaticVocabulary` FR-Spec and VocabTrim, `DynamicVocabulary` MicroSpec. A
+vocabulary changes how fast and how well is drafted, never the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from microspec_hf.config import VocabularyConfig
+from microspec_hf.hf import TargetHead
+from microspec_hf.vocabulary.base import DraftVocabulary, VocabularyStatistics
+from microspec_hf.vocabulary.dynamic import DynamicVocabulary
+from microspec_hf.vocabulary.full import FullVocabulary
+from microspec_hf.vocabulary.lists import (
+    calibrate_token_ids,
+    count_token_ids,
+    emitted_by,
+    load_token_ids,
+    save_token_ids,
+)
+from microspec_hf.vocabulary.static import StaticVocabulary, clear_cache
+
+__all__ = [
+    "DraftVocabulary",
+    "DynamicVocabulary",
+    "FullVocabulary",
+    "StaticVocabulary",
+    "VocabularyStatistics",
+    "calibrate_token_ids",
+    "clear_cache",
+    "count_token_ids",
+    "emitted_by",
+    "load_token_ids",
+    "make_vocabulary",
+    "save_token_ids",
+]
+
+
+def make_vocabulary(
+    config: VocabularyConfig, head: TargetHead, stop_ids: Sequence[int], top_k: int
+) -> DraftVocabulary:
+    """The vocabulary that a configuration describes, for one text.
+
+    Args:
+        config: which kind, and its options.
+        head: the target's LM head.
+        stop_ids: ids that end a text; always active, or the drafter could never propose the end.
+        top_k: children of a node of the draft tree.
+
+    Raises:
+        ValueError: the configuration does not fit the head.
+    """
+    if config.kind == "full":
+        return FullVocabulary(head, top_k)
+    if config.kind == "static":
+        return StaticVocabulary(head, (config.token_ids or ())[: config.size], stop_ids, top_k)
+    return DynamicVocabulary(head, config, stop_ids, top_k)
