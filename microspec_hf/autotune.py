@@ -7,7 +7,6 @@ gains is read from the drafter's `expected_acceptance`, which was measured when 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -19,7 +18,9 @@ from microspec_hf.config import TreeConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.hf import Target, TreeCache, additive_mask
 
-WIDTHS = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
+WIDTHS = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
+MEASURED = (4, 8, 16, 32, 60)
+"""Widths whose cost is measured; those between are interpolated, so that a first call waits for about a second."""
 DEPTHS = (1, 2, 3, 4, 5)
 CONTEXT = 128
 """Tokens in the cache while costs are measured."""
@@ -32,7 +33,7 @@ def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
     chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
     if head not in chosen:
         chosen[head] = best_tree(
-            target_cost=_interpolate(WIDTHS, [_target_seconds(target, width) for width in WIDTHS]),
+            target_cost=_interpolate(MEASURED, [_target_seconds(target, width) for width in MEASURED]),
             draft_cost=_draft_seconds(target, head),
             table=head.config.expected_acceptance,
         )
@@ -110,11 +111,12 @@ def _draft_seconds(target: Target, head: EagleHead, rows: int = 10) -> float:
     return _seconds(run, device)
 
 
-def _seconds(run: Callable[[], None], device: torch.device, repeats: int = 5) -> float:
+def _seconds(run: Callable[[], None], device: torch.device, repeats: int = 3) -> float:
+    """The fastest of a few runs: other work on the machine only ever adds time."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         run()
         torch.zeros(1, device=device).item()  # waits for the device
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return min(times[1:])

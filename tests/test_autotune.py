@@ -1,0 +1,103 @@
+"""`tree="auto"`: the best tree for given costs, measured once for each target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from microspec_hf import TreeConfig, autotune
+from microspec_hf.autotune import DEPTHS, WIDTHS, best_tree, choose_tree, expected_acceptance
+from microspec_hf.hf import Target
+from tests.doubles import random_head
+from tests.tiny import tiny_llama
+
+TABLE = {
+    "1": {"4": 1.6, "60": 1.8},
+    "3": {"4": 2.0, "60": 3.0},
+    "5": {"8": 2.1, "60": 3.6},
+}
+
+
+def linear(base: float, per_node: float) -> Callable[[int], float]:
+    return lambda width: base + per_node * width
+
+
+def test_free_width_and_drafts_take_the_largest_tree() -> None:
+    assert best_tree(linear(1.0, 0.0), draft_cost=0.0, table=TABLE) == TreeConfig(5, 10, 60)
+
+
+def test_dear_drafts_take_a_shallow_tree() -> None:
+    assert best_tree(linear(1.0, 0.0), draft_cost=2.0, table=TABLE).depth == 1
+
+
+def test_dear_width_takes_a_narrow_tree() -> None:
+    wide = best_tree(linear(1.0, 0.0), draft_cost=0.01, table=TABLE)
+    narrow = best_tree(linear(1.0, 0.5), draft_cost=0.01, table=TABLE)
+    assert narrow.num_nodes < 12 < wide.num_nodes
+
+
+@pytest.mark.parametrize("table", [TABLE, {}], ids=["measured", "prior"])
+def test_best_tree_is_the_best_of_all(table: dict[str, dict[str, float]]) -> None:
+    for per_node, draft_cost in ((0.0, 0.05), (0.02, 0.05), (0.1, 0.3)):
+        cost = linear(1.0, per_node)
+        chosen = best_tree(cost, draft_cost, table)
+
+        def rate(tree: TreeConfig, cost: Callable[[int], float] = cost, draft_cost: float = draft_cost) -> float:
+            return expected_acceptance(tree, table) / (cost(tree.num_nodes) + (tree.depth + 1) * draft_cost)
+
+        depths = map(int, table) if table else DEPTHS
+        others = [TreeConfig(depth, 10, nodes) for depth in depths for nodes in WIDTHS if nodes > depth + 1]
+        assert rate(chosen) == max(map(rate, others))
+
+
+def test_expected_acceptance_is_linear_between_columns() -> None:
+    assert expected_acceptance(TreeConfig(3, 10, 4), TABLE) == 2.0
+    assert expected_acceptance(TreeConfig(3, 10, 60), TABLE) == 3.0
+    assert expected_acceptance(TreeConfig(3, 10, 32), TABLE) == pytest.approx(2.5)
+    assert expected_acceptance(TreeConfig(5, 10, 4), TABLE) == 2.1  # the nearest column
+
+
+def test_prior_grows_with_depth_and_nodes() -> None:
+    values = [[expected_acceptance(TreeConfig(d, 10, n), {}) for n in (8, 24, 60)] for d in (1, 3, 5)]
+    assert all(row == sorted(row) for row in values)
+    assert all(list(column) == sorted(column) for column in zip(*values, strict=True))
+    assert 3.0 < values[2][2] < 4.5
+    assert all(1 < v <= d + 2 for row, d in zip(values, (1, 3, 5), strict=True) for v in row)
+
+
+def test_measured_and_guessed_gains_are_not_compared() -> None:
+    """Depths that the table lacks are not chosen, however good the prior says they are."""
+    for per_node, draft_cost in ((0.0, 2.0), (0.0, 0.3), (0.02, 0.05)):
+        assert best_tree(linear(1.0, per_node), draft_cost, {"3": {"4": 1.1, "60": 1.2}}).depth == 3
+
+
+def test_another_head_has_a_tree_of_its_own() -> None:
+    target = Target(tiny_llama())
+    for depth in ("2", "4"):
+        head = random_head(target.model)
+        head.config.expected_acceptance = {depth: {"8": 2.0, "60": 3.0}}
+        assert choose_tree(target, head).depth == int(depth)
+
+
+def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    head = random_head(model)
+    widths: list[int] = []
+    measure = autotune._target_seconds
+
+    def counted(target: Target, width: int) -> float:
+        widths.append(width)
+        return measure(target, width)
+
+    monkeypatch.setattr(autotune, "_target_seconds", counted)
+    first = choose_tree(Target(model), head)
+    assert widths == list(autotune.MEASURED)
+    assert choose_tree(Target(model), head) == first
+    assert widths == list(autotune.MEASURED)
+
+
+def test_measured_seconds_grow_with_the_work() -> None:
+    target = Target(tiny_llama())
+    assert 0 < autotune._target_seconds(target, 2) < autotune._target_seconds(target, 60) * 3
+    assert autotune._draft_seconds(target, random_head(target.model)) > 0
