@@ -84,9 +84,7 @@ def measure_grid(state: PartialState, pair: Pair, arguments: Arguments) -> None:
     """Acceptance by depth and nodes, also written into the drafter's configuration."""
     trees = [TreeConfig(depth=d, top_k=arguments.top_k, num_nodes=n) for d in DEPTHS for n in NODES]
     prompts = held_out_prompts(pair.tokenizer, arguments)
-    measured = measure(
-        state, pair, prompts, [MicroSpecConfig(tree) for tree in trees], arguments.max_new_tokens
-    )
+    measured = measure(state, pair, prompts, [MicroSpecConfig(tree) for tree in trees], arguments.max_new_tokens)
     if not state.is_main_process:
         return
     by_tree = {(tree.depth, tree.num_nodes): stats for tree, stats in zip(trees, measured, strict=True)}
@@ -123,9 +121,7 @@ def measure(
 def held_out_prompts(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> list[Prompt]:
     """Prompts that the drafter was never trained on, spread evenly over those that its training held out."""
     if arguments.train_prompts is None:
-        raise SystemExit(
-            "--grid needs --train-prompts, the file of prompts that the drafter was trained with."
-        )
+        raise SystemExit("--grid needs --train-prompts, the file of prompts that the drafter was trained with.")
     record = Path(arguments.drafter) / "training.json"
     if not record.exists():
         raise SystemExit("--grid needs the drafter's training.json, which says what its training held out.")

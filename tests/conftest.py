@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = (
-    "1"  # read by huggingface_hub when it is imported, hence before the imports below
-)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, hence before the imports below
 
 from pathlib import Path
 from typing import NamedTuple

@@ -96,9 +96,7 @@ def test_hub_folder_serves_streamers_and_stop_strings(tiny_llama: PreTrainedMode
 
 def test_hub_folder_is_not_run_without_trust(tiny_llama: PreTrainedModel, head: EagleHead) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
-        tiny_llama.generate(
-            torch.tensor([[1]]), custom_generate=str(HUB_FOLDER), trust_remote_code=False, drafter=head
-        )
+        tiny_llama.generate(torch.tensor([[1]]), custom_generate=str(HUB_FOLDER), trust_remote_code=False, drafter=head)
 
 
 def test_hub_requirements_are_met_by_this_release() -> None:

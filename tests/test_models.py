@@ -102,9 +102,7 @@ class TinyRelease:
             archive.write(file, self.wheel.member)
             info = "tiny_release-1.0.dist-info"
             archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-release\nVersion: 1.0\n")
-            archive.writestr(
-                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            )
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             archive.writestr(f"{info}/RECORD", "")
 
 
@@ -164,9 +162,7 @@ def test_tokenizer_splits_digits_and_merges_the_rest(release: TinyRelease) -> No
 # --- where it is put, and when ----------------------------------------------------------------------------
 
 
-def test_second_call_only_looks(
-    release: TinyRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_call_only_looks(release: TinyRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = models.smollm2()
     assert folder == tmp_path / "cache" / "SmolLM2-135M-Instruct"
     monkeypatch.setattr(models, "_fetch", refuse_to_fetch)
@@ -194,9 +190,7 @@ def test_interrupted_conversion_leaves_nothing(
 
     folder = tmp_path / "models" / "here"
     with monkeypatch.context() as patched:
-        patched.setattr(
-            PreTrainedTokenizerFast, "save_pretrained", interrupt
-        )  # the weights are written by then
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", interrupt)  # the weights are written by then
         with pytest.raises(KeyboardInterrupt):
             models.smollm2(folder)
     assert {path.name for path in folder.parent.iterdir()} == {".here.lock"}
@@ -251,9 +245,7 @@ def test_a_file_in_the_way_is_left_alone(release: TinyRelease, tmp_path: Path) -
         models.smollm2(release.folder / "tiny.gguf")
 
 
-def test_wrong_digest_is_refused(
-    release: TinyRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_digest_is_refused(release: TinyRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = models._GgufWheel(release.wheel.requirement, release.wheel.member, "0" * 64, "Apache-2.0")
     monkeypatch.setattr(models, "_SMOLLM2", pinned)
     with pytest.raises(ValueError, match=f"sha256 {release.wheel.sha256}, not {'0' * 64}"):
@@ -296,9 +288,7 @@ def test_smollm2_is_a_llama_with_tied_embeddings(smollm2: ChatModel) -> None:
 
 def test_smollm2_answers_and_stops(smollm2: ChatModel) -> None:
     prompt = smollm2.chat("What is the capital of France?")
-    output = smollm2.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False
-    )
+    output = smollm2.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)
     answer = smollm2.tokenizer.decode(output[0, prompt.shape[1] :])
     assert answer == "The capital of France is Paris.<|im_end|>"
 

@@ -24,9 +24,7 @@ def with_other_token(prompts: torch.Tensor, position: int, vocab_size: int) -> t
     return changed
 
 
-def greedy(
-    model: PreTrainedModel, prompts: torch.Tensor, num_tokens: int = NUM_NEW_TOKENS
-) -> list[list[int]]:
+def greedy(model: PreTrainedModel, prompts: torch.Tensor, num_tokens: int = NUM_NEW_TOKENS) -> list[list[int]]:
     output = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_tokens, do_sample=False
     )

@@ -127,9 +127,7 @@ TINY_MODELS: dict[str, Callable[..., PreTrainedModel]] = {
 }
 
 
-def _random_model(
-    config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str, seed: int
-) -> PreTrainedModel:
+def _random_model(config: PretrainedConfig, dtype: torch.dtype, attn_implementation: str, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):  # construction draws weights too; callers keep their random state
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     _draw_weights(model, torch.Generator().manual_seed(seed))

@@ -22,9 +22,7 @@ def chat(
     static_list: options.StaticList = None,
     tree: options.Tree = None,
     max_new_tokens: options.MaxNewTokens = 512,
-    system: Annotated[
-        str | None, typer.Option(help="System prompt; default: the chat template's own.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt; default: the chat template's own.")] = None,
     sample: options.Sample = False,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -43,9 +41,7 @@ def chat(
     arguments = options.sampling(sample, temperature, top_k, top_p)
     pair = load_pair(model, drafter, dtype, where, console)
     if pair.tokenizer.chat_template is None:
-        raise ValueError(
-            f"{pair.name} has no chat template, so it is no chat model. Use: microspec generate --raw ..."
-        )
+        raise ValueError(f"{pair.name} has no chat template, so it is no chat model. Use: microspec generate --raw ...")
     beginning = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     set_seed(seed)

@@ -84,9 +84,7 @@ def check(
 def _print_fit(console: Console, pair: Pair) -> None:
     head = pair.drafter.config
     named = f", made for {head.target}" if head.target else ""
-    console.print(
-        f"The drafter fits {pair.name}: hidden size {head.hidden_size}, {head.vocab_size} tokens{named}."
-    )
+    console.print(f"The drafter fits {pair.name}: hidden size {head.hidden_size}, {head.vocab_size} tokens{named}.")
 
 
 def _print_report(console: Console, pair: Pair, report: LosslessReport) -> None:

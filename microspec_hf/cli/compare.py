@@ -113,9 +113,7 @@ def compare(
                 if way == "plain":
                     comparison.plain.append(answer_plainly(model, inputs, max_new_tokens))
                 else:
-                    comparison.microspec.append(
-                        answer_with_microspec(model, drafter, config, inputs, max_new_tokens)
-                    )
+                    comparison.microspec.append(answer_with_microspec(model, drafter, config, inputs, max_new_tokens))
                 on_progress()
     return comparisons
 

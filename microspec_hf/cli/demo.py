@@ -39,9 +39,7 @@ def demo(
     static_list: options.StaticList = None,
     tree: options.Tree = None,
     max_new_tokens: options.MaxNewTokens = 48,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed answers to each prompt, both ways; medians count.")
-    ] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed answers to each prompt, both ways; medians count.")] = 3,
     dtype: options.Dtype = "float32",
     device: options.Device = None,
     json: options.JsonFile = None,
@@ -139,6 +137,4 @@ def _print_figures(
         f"Medians of {figures['repeats']}, prefill included."
     )
     if not figures["identical"]:
-        console.print(
-            "[red]The texts differ.[/] microspec check shows where, and how close the choice was there."
-        )
+        console.print("[red]The texts differ.[/] microspec check shows where, and how close the choice was there.")

@@ -75,12 +75,8 @@ Sample = Annotated[
 Temperature = Annotated[
     float | None, typer.Option("--temperature", "-t", help="Sampling temperature; implies --sample.")
 ]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", min=0, help="Sample among the k likeliest tokens; 0: all.")
-]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Sample within this share of the probability mass.")
-]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample among the k likeliest tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Sample within this share of the probability mass.")]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed of sampling.")]
 
 
@@ -97,9 +93,7 @@ def speculation(
             f"--vocabulary {vocabulary} needs --static-list FILE: a released FR-Spec freq_*.pt, or a JSON "
             "list that microspec_hf.vocabulary.save_token_ids wrote."
         )
-    return MicroSpecConfig(
-        tree=parse_tree(tree, device), vocabulary=parse_vocabulary(vocabulary, static_list)
-    )
+    return MicroSpecConfig(tree=parse_tree(tree, device), vocabulary=parse_vocabulary(vocabulary, static_list))
 
 
 def parse_tree(text: str | None, device: str = "cpu") -> TreeConfig | Literal["auto"]:
@@ -120,9 +114,7 @@ def default_device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def sampling(
-    sample: bool, temperature: float | None, top_k: int | None, top_p: float | None
-) -> dict[str, object]:
+def sampling(sample: bool, temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, object]:
     """Arguments of `generate` for sampling, or for greedy decoding whatever the model's own defaults are.
 
     Raises:
@@ -130,9 +122,7 @@ def sampling(
     """
     if not sample and temperature is None:
         if top_k is not None or top_p is not None:
-            raise ValueError(
-                "--top-k and --top-p shape a distribution to sample from; add --sample or --temperature."
-            )
+            raise ValueError("--top-k and --top-p shape a distribution to sample from; add --sample or --temperature.")
         return dict(GREEDY)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     return {"do_sample": True} | {name: value for name, value in given.items() if value is not None}

@@ -64,9 +64,7 @@ def load_pair(model: str | None, drafter: str, dtype: str, device: str, console:
     """
     with quiet_loading():
         if model is None:
-            with console.status(
-                "Fetching SmolLM2-135M-Instruct and converting it (93 MB, only on the first use)"
-            ):
+            with console.status("Fetching SmolLM2-135M-Instruct and converting it (93 MB, only on the first use)"):
                 model = str(smollm2())
         _refuse_missing_folder(model)
         with console.status(f"Loading {model}"):
@@ -75,9 +73,7 @@ def load_pair(model: str | None, drafter: str, dtype: str, device: str, console:
             tokenizer = AutoTokenizer.from_pretrained(model)
         source = find_drafter(target) if drafter == "auto" else drafter
         with console.status(f"Loading the drafter {source}"):
-            head = load_drafter(
-                source, dtype=target.dtype, device=target.get_output_embeddings().weight.device
-            )
+            head = load_drafter(source, dtype=target.dtype, device=target.get_output_embeddings().weight.device)
             check_pair(head, target.config, str(target.config._name_or_path))
     return Pair(name=_short_name(model), model=target, tokenizer=tokenizer, drafter=head)
 

@@ -29,9 +29,7 @@ class AcceptedTextStreamer(BaseStreamer):
         self._style = style
         self._prompt_is_next = True
         self._drafts_left = 0
-        self._line: list[
-            int
-        ] = []  # ids decoded together, so that spaces and multi-token characters come out right
+        self._line: list[int] = []  # ids decoded together, so that spaces and multi-token characters come out right
         self._printed = 0
 
     def begin_round(self, num_emitted: int) -> None:

@@ -38,9 +38,7 @@ def _parameters(config: type[TrainConfig]) -> list[inspect.Parameter]:
         default = ... if field.default is dataclasses.MISSING else field.default
         option = typer.Option(default, help=helps[field.name], show_default=default is not None)
         parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name]
-            )
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name])
         )
     return parameters
 

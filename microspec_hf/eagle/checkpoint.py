@@ -186,9 +186,7 @@ def _refuse_layout(source: str, tensors: Tensors) -> None:
         layout = "a speculators EAGLE-1 or HASS checkpoint (fusion_fc and transformer.* tensors)"
     elif joined[0] and joined[1] == 3 * joined[0]:
         layout = f"an EAGLE-3 checkpoint (fc.weight joins three hidden states: {tuple(joined)})"
-    elif (
-        not joined[0] or joined[1] != 2 * joined[0] or not any(name.startswith("layers.0.") for name in names)
-    ):
+    elif not joined[0] or joined[1] != 2 * joined[0] or not any(name.startswith("layers.0.") for name in names):
         layout = f"of a layout that is not known (its tensors: {_some(names)})"
     else:
         return
@@ -205,9 +203,7 @@ def _unsupported(source: str, layout: str) -> str:
 
 def _structure(source: str, config: Config, tensors: Tensors) -> EagleConfig:
     """The head's configuration: biases as the tensors have them, head counts as config.json says."""
-    missing = [
-        name for name in ("num_attention_heads", "vocab_size") if not isinstance(config.get(name), int)
-    ]
+    missing = [name for name in ("num_attention_heads", "vocab_size") if not isinstance(config.get(name), int)]
     needed = {"gate": f"{MLP}.gate_proj.weight", "k": f"{ATTENTION}.k_proj.weight"}
     if missing:
         raise ValueError(
@@ -250,9 +246,7 @@ def _read_tensors(source: str) -> Tensors:
             return read(file)
         if (file := _find(source, index)) is not None:
             return {name: tensor for part in _shards(source, file) for name, tensor in read(part).items()}
-    raise ValueError(
-        f"{source} has neither model.safetensors nor pytorch_model.bin, so there are no weights to read."
-    )
+    raise ValueError(f"{source} has neither model.safetensors nor pytorch_model.bin, so there are no weights to read.")
 
 
 def _shards(source: str, index: Path) -> list[Path]:

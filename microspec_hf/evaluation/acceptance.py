@@ -42,9 +42,7 @@ def measure_acceptance(
     return stats
 
 
-def task_records(
-    vocabulary: str, prompts: Sequence[Prompt], stats: Sequence[SpeculationStats]
-) -> list[dict[str, Any]]:
+def task_records(vocabulary: str, prompts: Sequence[Prompt], stats: Sequence[SpeculationStats]) -> list[dict[str, Any]]:
     """One record for each task, in order of appearance, and one over all of them; see `metrics.summarize`.
 
     Args:
@@ -92,14 +90,10 @@ def parse_vocabulary(text: str, static_list: str | Path | None = None) -> Vocabu
     if kind in ("full", "dynamic") and not size:
         return VocabularyConfig(kind="full" if kind == "full" else "dynamic")
     if kind != "static" or not (size.isdigit() or text == "static"):
-        raise ValueError(
-            f"A vocabulary is full, dynamic, static or static:SIZE such as static:8192, got {text!r}."
-        )
+        raise ValueError(f"A vocabulary is full, dynamic, static or static:SIZE such as static:8192, got {text!r}.")
     if static_list is None:
         raise ValueError(
             f"The vocabulary {text} needs a file with its ids: FR-Spec's freq_*.pt, or a JSON list that "
             "microspec_hf.vocabulary.save_token_ids wrote."
         )
-    return VocabularyConfig(
-        kind="static", token_ids=load_token_ids(static_list), size=int(size) if size else None
-    )
+    return VocabularyConfig(kind="static", token_ids=load_token_ids(static_list), size=int(size) if size else None)

@@ -60,6 +60,4 @@ def exact_matmul() -> Iterator[None]:
 
 def _generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
     ids = ids.to(model.device)
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY, **arguments
-    )
+    return model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY, **arguments)

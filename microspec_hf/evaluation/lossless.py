@@ -141,8 +141,7 @@ class LosslessReport:
             "verdict": self.verdict,
             "records": [_record(vocabulary, checks) for vocabulary, checks in by_vocabulary.items()],
             "differences": [
-                {"id": c.id, "task": c.task, "vocabulary": c.vocabulary, "verdict": c.verdict}
-                | asdict(c.difference)
+                {"id": c.id, "task": c.task, "vocabulary": c.vocabulary, "verdict": c.verdict} | asdict(c.difference)
                 for c in self.checks
                 if c.difference is not None
             ],
@@ -187,9 +186,7 @@ def check_lossless(
     if not prompts or not configurations:
         raise ValueError("There is nothing to check: pass at least one prompt and one configuration.")
     if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise ValueError(
-            "Two prompts have the same id; each needs one of its own, by which results are kept."
-        )
+        raise ValueError("Two prompts have the same id; each needs one of its own, by which results are kept.")
 
     dtype = str(model.dtype).removeprefix("torch.")
     kept = Journal(journal, _settings(model, drafter, configurations, max_new_tokens))

@@ -108,9 +108,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> Tensor:
         ids = tokenizer(text)["input_ids"]
     else:
         chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
     return torch.tensor([ids], dtype=torch.int64)
 
 

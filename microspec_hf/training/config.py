@@ -104,6 +104,4 @@ class TrainConfig:
 
     def _one_of(self, name: str, *choices: str) -> None:
         if getattr(self, name) not in choices:
-            raise ValueError(
-                f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}."
-            )
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")

@@ -41,10 +41,7 @@ def continue_prompts(
     with _folded_attention(target.model), fused_attention(target.device):
         answers = _Batch(target, prompts, width, max_new_tokens, stop_ids, temperature).run().tolist()
     stops = set(stop_ids)
-    ends = [
-        next((i + 1 for i, token in enumerate(answer) if token in stops), max_new_tokens)
-        for answer in answers
-    ]
+    ends = [next((i + 1 for i, token in enumerate(answer) if token in stops), max_new_tokens) for answer in answers]
     return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
 
 

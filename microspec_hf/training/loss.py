@@ -57,9 +57,7 @@ class UnrolledHead(nn.Module):
             for step in range(1, self.unroll + 1):
                 mask = unrolled_mask(rows, step, dtype, feature.device)
                 outputs.append(self.head(embedded, feature, positions, mask, cache))
-                feature = nn.functional.pad(outputs[-1], (0, 0, 1, 0))[
-                    :, :-1
-                ]  # row j eats what row j - 1 predicted
+                feature = nn.functional.pad(outputs[-1], (0, 0, 1, 0))[:, :-1]  # row j eats what row j - 1 predicted
         return outputs
 
 

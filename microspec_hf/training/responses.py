@@ -146,9 +146,7 @@ def _plan(
     ids = dict(zip(chosen, chat_ids(tokenizer, [texts[i] for i in chosen]), strict=True))
     kept = {i: tokens for i, tokens in ids.items() if len(tokens) <= config.max_prompt_tokens}
     if accelerator.is_main_process and len(kept) < len(ids):
-        logger.warning(
-            "Skipped %d prompts of more than %d tokens.", len(ids) - len(kept), config.max_prompt_tokens
-        )
+        logger.warning("Skipped %d prompts of more than %d tokens.", len(ids) - len(kept), config.max_prompt_tokens)
     for batch in _batches({i: len(tokens) for i, tokens in kept.items()}, config):
         yield batch, [kept[i] for i in batch.prompts]
 

@@ -184,9 +184,7 @@ class _Run:
         sums = torch.zeros(2, self.config.unroll, device=self.target.device)
         rows = torch.zeros(1, device=self.target.device)
         groups = self.sequences.groups(self.config.batch_tokens, self.testing)
-        for batch in self.sequences.batches(
-            groups[self.accelerator.process_index :: self.accelerator.num_processes]
-        ):
+        for batch in self.sequences.batches(groups[self.accelerator.process_index :: self.accelerator.num_processes]):
             with self._autocast():
                 outputs = self.accelerator.unwrap_model(self.model)(batch, 0.0)
             _, entropy, agreement = drafting_loss(outputs, batch, self.target.head, 1.0, 0.0, self.compiled)
@@ -251,9 +249,7 @@ class _Run:
         if differences := [k for k in now if k not in NOT_DECIDING and record["config"].get(k) != now[k]]:
             raise ValueError(
                 f"{self.work} holds a run with other options: "
-                + ", ".join(
-                    f"{name}={record['config'].get(name)!r} (now {now[name]!r})" for name in differences
-                )
+                + ", ".join(f"{name}={record['config'].get(name)!r} (now {now[name]!r})" for name in differences)
                 + f". Use the same options, another output, or remove {file.name} and state there."
             )
         self.accelerator.load_state(str(self.work / "state"))

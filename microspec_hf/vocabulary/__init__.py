@@ -38,9 +38,7 @@ __all__ = [
 ]
 
 
-def make_vocabulary(
-    config: VocabularyConfig, head: TargetHead, stop_ids: Sequence[int], top_k: int
-) -> DraftVocabulary:
+def make_vocabulary(config: VocabularyConfig, head: TargetHead, stop_ids: Sequence[int], top_k: int) -> DraftVocabulary:
     """The vocabulary that a configuration describes, for one text.
 
     Args:

@@ -133,9 +133,7 @@ class PackedRows:
     def first(self, num_slots: int, top_k: int) -> PackedRows:
         """The leading slots only: at least `num_slots`, and enough for a top-k."""
         size = _round_up(max(num_slots, top_k))
-        return PackedRows(
-            self.weight[:size], None if self.bias is None else self.bias[:size], self.token_of[:size]
-        )
+        return PackedRows(self.weight[:size], None if self.bias is None else self.bias[:size], self.token_of[:size])
 
     def topk(self, head: TargetHead, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`DraftVocabulary.topk` over these rows: slots that hold no id score -inf and stand for no token."""

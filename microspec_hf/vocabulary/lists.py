@@ -42,9 +42,7 @@ def load_token_ids(path: str | Path) -> tuple[int, ...]:
         raise ValueError(f"{path} must hold a non-empty list of token ids, got {_describe(ids)}.")
     for place, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(
-                f"{path} must hold token ids, integers from 0 on, got {value!r} at place {place}."
-            )
+            raise ValueError(f"{path} must hold token ids, integers from 0 on, got {value!r} at place {place}.")
     return tuple(dict.fromkeys(ids))
 
 

@@ -72,9 +72,7 @@ def test_generate_prints_the_plain_text(pair_folders: PairFolders) -> None:
 
 
 def test_generate_raw_from_stdin_with_json_on_stdout(pair_folders: PairFolders) -> None:
-    result = run(
-        "generate", "-", "--raw", "--json", "-", *pair_folders.arguments, "-n", "9", answers="w5 w6\n"
-    )
+    result = run("generate", "-", "--raw", "--json", "-", *pair_folders.arguments, "-n", "9", answers="w5 w6\n")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)  # nothing else is there
     assert record["ids"] == plain_ids(pair_folders, "w5 w6", 9)
@@ -133,9 +131,7 @@ def test_demo_says_when_texts_differ(pair_folders: PairFolders, monkeypatch: pyt
     assert "The texts differ." in result.stdout
 
 
-def test_check_finds_the_text_equal_under_several_vocabularies(
-    pair_folders: PairFolders, tmp_path: Path
-) -> None:
+def test_check_finds_the_text_equal_under_several_vocabularies(pair_folders: PairFolders, tmp_path: Path) -> None:
     ids, file = tmp_path / "ids.json", tmp_path / "check.json"
     ids.write_text(json.dumps(list(range(40))))
     vocabularies = [*("--vocabulary", "full"), *("--vocabulary", "static:20"), *("--vocabulary", "dynamic")]

@@ -41,9 +41,7 @@ def stream(streamer: AcceptedTextStreamer, rounds: list[list[int]]) -> None:
     streamer.end()
 
 
-@pytest.mark.parametrize(
-    "text", ["plain words", "two\nlines\n\n and a third", "naïve café ☕ 日本語", "tail \n"]
-)
+@pytest.mark.parametrize("text", ["plain words", "two\nlines\n\n and a third", "naïve café ☕ 日本語", "tail \n"])
 def test_prints_the_text_whole_without_the_prompt_and_without_wrapping(text: str) -> None:
     tokenizer, console = bytes_tokenizer(), recorded()
     stream(AcceptedTextStreamer(console, tokenizer), [[i] for i in tokenizer(text)["input_ids"]])

@@ -32,9 +32,7 @@ def random_head(seed: int = 0, dtype: torch.dtype = torch.float64, **options: An
     return head.to(dtype).eval()
 
 
-def reference(
-    tensors: dict[str, Tensor], config: Any, embeddings: Tensor, hidden: Tensor, positions: Tensor
-) -> Tensor:
+def reference(tensors: dict[str, Tensor], config: Any, embeddings: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
     """Rows `[T, H]` of a causal pass over `embeddings` and `hidden` `[T, H]`, in plain loops."""
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -68,9 +66,7 @@ def reference(
             heads.append(scores.softmax(0) @ torch.stack([past[number // groups] for past in values]))
         a = joined + linear(f"{layer}.self_attn.o_proj", torch.cat(heads))
         norm = (
-            a
-            / (a.square().mean() + config.rms_norm_eps).sqrt()
-            * tensors[f"{layer}.post_attention_layernorm.weight"]
+            a / (a.square().mean() + config.rms_norm_eps).sqrt() * tensors[f"{layer}.post_attention_layernorm.weight"]
         )
         gate = torch.nn.functional.silu(linear(f"{layer}.mlp.gate_proj", norm))
         rows.append(a + linear(f"{layer}.mlp.down_proj", gate * linear(f"{layer}.mlp.up_proj", norm)))

@@ -66,9 +66,9 @@ def test_official_layout(tmp_path: Path, pickled: bool, biases: tuple[str, ...])
     loaded = load(tmp_path)
     assert torch.equal(outputs(loaded), outputs(head))
     assert not loaded.training
-    assert [
-        name for name in ("fc_bias", "qkv_bias", "o_bias", "mlp_bias") if getattr(loaded.config, name)
-    ] == sorted(biases, key=["fc_bias", "qkv_bias", "o_bias", "mlp_bias"].index)
+    assert [name for name in ("fc_bias", "qkv_bias", "o_bias", "mlp_bias") if getattr(loaded.config, name)] == sorted(
+        biases, key=["fc_bias", "qkv_bias", "o_bias", "mlp_bias"].index
+    )
 
 
 def test_rope_of_the_drafters_own_config(tmp_path: Path) -> None:
@@ -131,9 +131,7 @@ def test_missing_tensors_are_named(tmp_path: Path, lost: str) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_key_value_heads": 4}, {"intermediate_size": 41}, {"hidden_size": 34}]
-)
+@pytest.mark.parametrize("wrong", [{"num_key_value_heads": 4}, {"intermediate_size": 41}, {"hidden_size": 34}])
 def test_config_that_contradicts_the_shapes(tmp_path: Path, wrong: dict[str, int]) -> None:
     official(tmp_path, random_head(dtype=torch.float32), **wrong)
     with pytest.raises(ValueError, match="belong to different heads"):

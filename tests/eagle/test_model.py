@@ -22,9 +22,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "biases", [(), ("fc_bias",), ("fc_bias", "qkv_bias"), ("qkv_bias", "o_bias", "mlp_bias")]
-)
+@pytest.mark.parametrize("biases", [(), ("fc_bias",), ("fc_bias", "qkv_bias"), ("qkv_bias", "o_bias", "mlp_bias")])
 def test_forward_is_eagles(attention: str, biases: tuple[str, ...]) -> None:
     head = random_head(**dict.fromkeys(biases, True))
     head.set_attn_implementation(attention)
@@ -161,9 +159,7 @@ def test_both_spellings_of_rope_turn_alike(old: dict[str, object], new: dict[str
 def test_linear_scaling_halves_the_angles() -> None:
     positions = torch.arange(100)[None]
     plain = EagleHead(EagleConfig(**SIZES, rope_theta=1000.0))
-    scaled = EagleHead(
-        EagleConfig(**SIZES, rope_theta=1000.0, rope_scaling={"type": "linear", "factor": 2.0})
-    )
+    scaled = EagleHead(EagleConfig(**SIZES, rope_theta=1000.0, rope_scaling={"type": "linear", "factor": 2.0}))
     torch.testing.assert_close(
         scaled.rotary_emb(torch.zeros(1), 2 * positions)[0], plain.rotary_emb(torch.zeros(1), positions)[0]
     )

@@ -27,9 +27,7 @@ def target(tiny_llama: PreTrainedModel) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def prompts() -> list[Prompt]:
     texts = {"math": ("w3 w14 w15", "w92 w65"), "code": ("w27 w18 w28 w18",)}
-    return [
-        Prompt(f"{task}-{i}", task, (text,)) for task, all_ in texts.items() for i, text in enumerate(all_)
-    ]
+    return [Prompt(f"{task}-{i}", task, (text,)) for task, all_ in texts.items() for i, text in enumerate(all_)]
 
 
 def ids_of(prompt: Prompt) -> Tensor:

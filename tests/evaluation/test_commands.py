@@ -60,9 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, pair_folders: PairFolders) -> Iterator[
 
     def run_here(script: str, *arguments: str, pair: PairFolders = pair_folders) -> Any:
         module = importlib.import_module(script)
-        (options,) = HfArgumentParser(module.Arguments).parse_args_into_dataclasses(
-            options_of(pair, *arguments)
-        )
+        (options,) = HfArgumentParser(module.Arguments).parse_args_into_dataclasses(options_of(pair, *arguments))
         return module.main(options)
 
     yield run_here
@@ -95,9 +93,7 @@ def test_acceptance(run: Callable[..., Any], data: Path, tmp_path: Path) -> None
     run("acceptance", "--data", str(data), *limits, *vocabularies, "--output", str(output))
     result = read(output)
     assert [(r["vocabulary"], r["task"]) for r in result["records"]] == [
-        (vocabulary, task)
-        for vocabulary in ("full", "dynamic", "static:16")
-        for task in ("math", "qa", "code", "all")
+        (vocabulary, task) for vocabulary in ("full", "dynamic", "static:16") for task in ("math", "qa", "code", "all")
     ]
     assert all(r["acceptance_length"] >= 1 and 0 <= r["coverage"] <= 1 for r in result["records"])
     overall = {r["vocabulary"]: r for r in result["records"] if r["task"] == "all"}
@@ -167,9 +163,7 @@ def test_grid_uses_only_prompts_that_were_never_trained_on(
 
 def training_prompts(folder: Path) -> Path:
     """Prompts of two and three words in two languages, in the form that drafters are trained on."""
-    rows = [
-        {"prompt": f"w{i} w{i + 1}" + " w9" * (i % 3 > 0), "lang": "en" if i % 2 else "de"} for i in range(90)
-    ]
+    rows = [{"prompt": f"w{i} w{i + 1}" + " w9" * (i % 3 > 0), "lang": "en" if i % 2 else "de"} for i in range(90)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder / "train.jsonl"
 

@@ -74,9 +74,7 @@ def test_a_wrong_token_is_a_fault_and_is_located(
 
 
 @pytest.mark.parametrize("lead", [0.0, 1e-7])
-def test_a_near_tie_is_no_fault(
-    target: PreTrainedModel, head: EagleHead, prompts: list[Prompt], lead: float
-) -> None:
+def test_a_near_tie_is_no_fault(target: PreTrainedModel, head: EagleHead, prompts: list[Prompt], lead: float) -> None:
     """Two tokens with (nearly) one row of the head: which one wins is a matter of rounding."""
     model = copy.deepcopy(target)
     ids = ids_of(prompts[0])
@@ -94,9 +92,7 @@ def test_a_near_tie_is_no_fault(
     assert difference.verdict.startswith("differs at a near tie of ")
 
 
-def test_two_tokens_that_tie_far_below_the_best_are_a_fault(
-    target: PreTrainedModel, prompts: list[Prompt]
-) -> None:
+def test_two_tokens_that_tie_far_below_the_best_are_a_fault(target: PreTrainedModel, prompts: list[Prompt]) -> None:
     """Both texts would be wrong there; that they are close to each other excuses neither."""
     model = copy.deepcopy(target)
     ids = ids_of(prompts[0])
@@ -222,9 +218,7 @@ def test_float32_is_exact_meanwhile_and_the_setting_comes_back(
     target: PreTrainedModel, head: EagleHead, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(
-        lossless, "decode_plainly", lambda *a: seen.append(torch.get_float32_matmul_precision()) or [1]
-    )
+    monkeypatch.setattr(lossless, "decode_plainly", lambda *a: seen.append(torch.get_float32_matmul_precision()) or [1])
     monkeypatch.setattr(lossless, "decode", lambda *a: ([1], SpeculationStats()))
     torch.set_float32_matmul_precision("high")
     try:

@@ -23,9 +23,7 @@ def sequences(tiny_llama: PreTrainedModel) -> Sequences:
 def test_batches(sequences: Sequences, tiny_llama: PreTrainedModel, cached: bool) -> None:
     if cached:
         sequences.cache_features(64, progress=False)
-    texts = [
-        ids for ids, keep in zip(sequences.ids.split(LENGTHS.tolist()), sequences.kept, strict=True) if keep
-    ]
+    texts = [ids for ids, keep in zip(sequences.ids.split(LENGTHS.tolist()), sequences.kept, strict=True) if keep]
     prompts = PROMPTS[sequences.kept].tolist()
     groups = sequences.groups(64, range(len(sequences)), seed=3)
     assert sorted(i for group in groups for i in group) == list(range(4))

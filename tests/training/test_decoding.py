@@ -47,9 +47,7 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(tiny_llama: PreTrainedModel)
     assert {len(answer) for answer in wanted} > {1, 20}
 
 
-def test_ends_early_when_all_answers_have(
-    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_early_when_all_answers_have(tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     target, calls = Target(tiny_llama), 0
     decoder = target.decoder.forward
 
@@ -77,9 +75,7 @@ def test_sampled_tokens_follow_the_softmax(tiny_llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_steps_equal_eager_ones(
-    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_equal_eager_ones(tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.tiny_llama().cuda()
     batch = prompts(101, 32)
     captured = continue_prompts(Target(model), batch, 32, 40, [], None)

@@ -15,9 +15,7 @@ H, V, R = 32, 53, 16
 def head():
     torch.manual_seed(0)
     return EagleHead(
-        EagleConfig(
-            hidden_size=H, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=V
-        )
+        EagleConfig(hidden_size=H, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=V)
     ).double()
 
 
@@ -65,9 +63,7 @@ def test_padding_after_a_sequence_changes_nothing_before_it(head, batch):
         torch.testing.assert_close(a[:, :10], b[:, :10])
 
 
-@pytest.mark.parametrize(
-    ("scale", "softcap", "has_bias"), [(1.0, None, False), (0.7, None, True), (1.5, 4.0, True)]
-)
+@pytest.mark.parametrize(("scale", "softcap", "has_bias"), [(1.0, None, False), (0.7, None, True), (1.5, 4.0, True)])
 def test_loss_and_gradient_equal_plain_autograd(batch, monkeypatch, scale, softcap, has_bias):
     monkeypatch.setattr("microspec_hf.training.loss.CHUNK", 2)  # several chunks for five rows
     weight = torch.randn(V, H)

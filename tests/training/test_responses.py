@@ -65,19 +65,13 @@ def test_answers_are_the_targets_own(
             seen.add(index)
     for index in (0, 7, 33):
         prompt = torch.tensor([chat_ids(tokenizer, [texts[index]])[0]])
-        wanted = target.model.generate(prompt, max_new_tokens=12, do_sample=False)[
-            0, prompt.shape[1] :
-        ].tolist()
+        wanted = target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
         assert greedy[index] == wanted
     assert any(greedy[i] != a for i, _, a in rows)
 
 
-def test_filters(
-    target_folder: Path, prompts_file: Path, target: Target, tokenizer: Any, tmp_path: Path
-) -> None:
-    config = make_config(
-        target_folder, prompts_file, languages=["en"], max_prompts=20, max_prompt_tokens=25, sampled=0
-    )
+def test_filters(target_folder: Path, prompts_file: Path, target: Target, tokenizer: Any, tmp_path: Path) -> None:
+    config = make_config(target_folder, prompts_file, languages=["en"], max_prompts=20, max_prompt_tokens=25, sampled=0)
     generate_responses(Accelerator(), target, tokenizer, config, tmp_path)
     answers = load_responses(tmp_path)
     assert len(read_prompts(prompts_file, ["en"])) == 30

@@ -35,9 +35,7 @@ def make_config(target: Path, prompts: Path, output: Path, **changes: Any) -> Tr
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_learns(target_folder: Path, prompts_file: Path, tmp_path: Path, optimizer: str) -> None:
     output = tmp_path / "head"
-    config = make_config(
-        target_folder, prompts_file, output, epochs=12, optimizer=optimizer, target_name="org/tiny"
-    )
+    config = make_config(target_folder, prompts_file, output, epochs=12, optimizer=optimizer, target_name="org/tiny")
     record = train(config)
     losses = [epoch["loss"] for epoch in record["epochs"]]
     for step in range(3):

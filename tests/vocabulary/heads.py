@@ -32,9 +32,7 @@ def hidden_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(99)).to(dtype)
 
 
-def expected_topk(
-    head: TargetHead, hidden: Tensor, active: set[int], k: int
-) -> tuple[Tensor, list[list[int]]]:
+def expected_topk(head: TargetHead, hidden: Tensor, active: set[int], k: int) -> tuple[Tensor, list[list[int]]]:
     """The best k of the active ids by the full head's logits, log-softmax over the active ids only."""
     ids = sorted(active)
     logits = head(hidden)[:, ids].float()
