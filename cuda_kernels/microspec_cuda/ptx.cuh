@@ -1,0 +1,32 @@
+// The instructions that CUDA C++ has no name for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace microspec {
+
+// Starts a copy of 16 bytes from global to shared memory; both addresses are multiples of 16.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Loads what this launch reads once: it takes no room in the L1.
+template <typename Unit>
+__device__ __forceinline__ Unit load_once(const Unit* source) {
+  return __ldg(source);
+}
+
+template <>
+__device__ __forceinline__ uint4 load_once<uint4>(const uint4* source) {
+  uint4 data;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
+               : "l"(source));
+  return data;
+}
+
+}  // namespace microspec
