@@ -263,9 +263,13 @@ def _tree_logits(target: Target) -> Tensor:
 
 
 def _plain_logits(target: Target) -> Tensor:
-    texts = [torch.tensor([_PROMPT + path], device=target.device) % target.vocab_size for path in _PATHS]
-    rows = [target.model(input_ids=text, use_cache=False).logits[0, -1] for text in texts]
-    return torch.stack(rows).float().to(target.head.weight.device)
+    first, second = (
+        target.model(
+            input_ids=torch.tensor([_PROMPT + path], device=target.device) % target.vocab_size, use_cache=False
+        ).logits[0, len(_PROMPT) :]
+        for path in (_PATHS[1], _PATHS[3])  # the two leaves: their texts hold those of the inner nodes
+    )
+    return torch.stack([first[0], first[1], second[1], second[2]]).float().to(target.head.weight.device)
 
 
 def additive_mask(visible: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
