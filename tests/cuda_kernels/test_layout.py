@@ -106,16 +106,39 @@ class TestCPUVariant:
         module = kernels.get_local_kernel(cpu_build, backend="cpu")
         assert module.topk_candidates(torch.tensor([[1.0, 5.0, 5.0]]), 2).tolist() == [[1, 2]]
 
-    @pytest.mark.parametrize("form", ["root", "build", "variant"])
-    def test_loaded_without_the_kernels_package(
-        self, cpu_build: Path, form: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "kernels", None)
+    def test_loaded_without_the_kernels_package(self, cpu_build: Path) -> None:
         variant = next(cpu_build.glob("build/*-cpu-*"))
-        folder = {"root": cpu_build, "build": cpu_build / "build", "variant": variant}[form]
-        assert {service.tier for service in ops.load("cpu", str(folder)).values()} == {"path"}
-        missing = ops.load("cpu", str(cpu_build.parent))["draft_topk"].refusals[0].reason
-        assert "holds no variant" in missing
+        folders = [cpu_build, cpu_build / "build", variant, cpu_build.parent]
+        code = f"""
+import json, sys
+from microspec_hf import ops
+sys.modules["kernels"] = None
+loaded = [ops.load("cpu", folder)["draft_topk"] for folder in {[str(folder) for folder in folders]!r}]
+print(json.dumps({{service.refusals[0].reason if service.refusals else i: service.tier
+    for i, service in enumerate(loaded)}}))
+"""
+        *served, missing = run(code).items()
+        assert served == [("0", "path"), ("1", "path"), ("2", "path")]
+        assert "holds no variant" in missing[0]
+        assert missing[1] == "reference"
+
+    def test_copies_of_one_build(self, cpu_build: Path, tmp_path: Path) -> None:
+        """PyTorch aborts a process in which a library registers its ops a second time."""
+        code = f"""
+import json, shutil, sys
+from microspec_hf import ops
+tiers = {{}}
+for i, missing in enumerate([False, True, False, True]):
+    folder = shutil.copytree({str(cpu_build)!r}, f"{tmp_path}/{{i}}")
+    real = sys.modules.pop("kernels", None)
+    if missing:
+        sys.modules["kernels"] = None
+    elif real is not None:
+        sys.modules["kernels"] = real
+    tiers[i] = ops.load("cpu", folder)["window_update"].tier
+print(json.dumps(tiers))
+"""
+        assert set(run(code).values()) == {"path"}
 
     def test_local_build(
         self, cpu_build: Path, builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
