@@ -31,6 +31,7 @@ from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
 from microspec_hf.hf import (
     Target,
+    TreeCache,
     caller_cache,
     check_tree_pass,
     export_cache,
@@ -179,7 +180,7 @@ def generate(
         vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k)
         generator = MicroSpecCandidateGenerator(target, head, vocabulary, tree)
         texts.append(_decode(target, generator, prompt, rule, stops, config.prefill_chunk, streamer, record))
-    return _output(texts, input_ids, generation_config)
+    return _output(target, texts, input_ids, generation_config)
 
 
 @dataclass
@@ -189,7 +190,7 @@ class _Text:
     ids: Tensor
     prompt_length: int
     stats: SpeculationStats
-    cache: Any
+    cache: TreeCache
     scores: tuple[Tensor, ...]
     logits: tuple[Tensor, ...]
 
@@ -229,7 +230,7 @@ def _decode(
     seen = drafter.vocabulary.statistics()
     stats.coverage, stats.mean_active_vocabulary = seen.coverage, seen.mean_active
     stats.rows_gathered, stats.evicted = seen.rows_gathered, seen.evicted
-    return _Text(state.ids[:length], state.prompt_length, stats, (target, state.cache), tuple(scores), tuple(logits))
+    return _Text(state.ids[:length], state.prompt_length, stats, state.cache, tuple(scores), tuple(logits))
 
 
 def _take(ids: Tensor, length: int, emission: Emission, stops: _Stops, streamer: Any) -> tuple[int, bool]:
@@ -356,7 +357,9 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     return loaded[key]
 
 
-def _output(texts: list[_Text], input_ids: Tensor, config: GenerationConfig) -> MicroSpecOutput | Tensor:
+def _output(
+    target: Target, texts: list[_Text], input_ids: Tensor, config: GenerationConfig
+) -> MicroSpecOutput | Tensor:
     pad = config._pad_token_tensor
     longest = max(text.ids.shape[0] - text.prompt_length for text in texts)
     fill = 0 if pad is None else int(pad)
@@ -368,13 +371,14 @@ def _output(texts: list[_Text], input_ids: Tensor, config: GenerationConfig) -> 
     if not config.return_dict_in_generate:
         return sequences
     text = texts[0]
-    cache_target, cache = text.cache
     return MicroSpecOutput(
         sequences=cast(torch.LongTensor, sequences),
         scores=cast(Any, text.scores) if config.output_scores else None,
         logits=cast(Any, text.logits) if config.output_logits else None,
         stats=[t.stats for t in texts],
-        **cast(dict[str, Any], export_cache(cache_target, cache, text.ids.shape[0] - 1) if len(texts) == 1 else {}),
+        **cast(
+            dict[str, Any], export_cache(target.config, text.cache, text.ids.shape[0] - 1) if len(texts) == 1 else {}
+        ),
     )
 
 

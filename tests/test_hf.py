@@ -218,7 +218,7 @@ def test_a_decoder_that_ignores_the_mask_is_noticed(monkeypatch: pytest.MonkeyPa
         return original(everything, *arguments)
 
     original = hf.additive_mask
-    monkeypatch.setattr(hf, "additive_mask", causal)
+    monkeypatch.setattr(hf.target, "additive_mask", causal)
     with pytest.raises(ValueError, match="computes other logits"):
         check_tree_pass(Target(tiny_llama()))
 

@@ -1,0 +1,26 @@
+"""The only package that knows the inside of transformers: caches, masks, hidden states, heads, and their versions.
+
+A target is a plain `PreTrainedModel`. `Target` runs its decoder over explicit positions, masks and a `TreeCache`, and
+computes its logits with the model's own head.
+"""
+
+from microspec_hf.hf.cache import TreeCache, TreeCacheLayer, cache_argument, export_cache
+from microspec_hf.hf.check import check_tree_pass
+from microspec_hf.hf.head import TargetHead
+from microspec_hf.hf.requests import caller_cache, processors_of_row, refuse_processors_of_batch, refuse_request
+from microspec_hf.hf.target import Target, additive_mask
+
+__all__ = [
+    "Target",
+    "TargetHead",
+    "TreeCache",
+    "TreeCacheLayer",
+    "additive_mask",
+    "cache_argument",
+    "caller_cache",
+    "check_tree_pass",
+    "export_cache",
+    "processors_of_row",
+    "refuse_processors_of_batch",
+    "refuse_request",
+]

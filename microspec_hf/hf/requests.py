@@ -1,0 +1,100 @@
+"""What `generate` was asked for: refused where it cannot be served exactly, or made ready for one row of a batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, LogitsProcessorList, PreTrainedModel
+from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from microspec_hf.hf.target import Target
+
+
+def refuse_request(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Refuse what `generate` would start to work on before our decoding method could say no."""
+    Target(model)
+    if arguments.get("assistant_model") is not None:
+        raise ValueError(
+            'assistant_model and custom_generate="microspec" are two ways to speculate; the drafter of this one is '
+            "named by drafter=. Pass one of them."
+        )
+    for source in (arguments, vars(arguments.get("generation_config") or model.generation_config)):
+        kind = source.get("cache_implementation") or ""
+        if kind == "quantized" or "offloaded" in kind:  # transformers would begin to make such a cache
+            raise ValueError(
+                f"cache_implementation={kind!r}: its rows cannot be moved or rolled back after a rejected draft. "
+                "Leave cache_implementation out; speculation brings its own cache."
+            )
+    if arguments.get("inputs_embeds") is not None:
+        raise ValueError(
+            "inputs_embeds is not supported with speculation: the drafter reads token ids. Pass input_ids."
+        )
+
+
+def caller_cache(model_kwargs: dict[str, Any]) -> None:
+    """Refuse forward arguments that the loop would not pass on, and a cache that already holds a text."""
+    understood = {"attention_mask", "position_ids", "cache_position", "use_cache", "cache", "past_key_values"}
+    harmless = {"logits_to_keep", "num_logits_to_keep", "synced_gpus", "tokenizer", "assistant_tokenizer"}
+    harmless |= {"output_attentions", "output_hidden_states"}  # `generation` has refused them where they would be seen
+    unknown = [k for k, v in model_kwargs.items() if v is not None and k not in understood | harmless]
+    if unknown:
+        raise ValueError(
+            f"Speculation does not pass {', '.join(unknown)} on to the model, so that the text would differ. "
+            "Leave it out, or call generate without custom_generate."
+        )
+    for name in ("cache", "past_key_values"):
+        cache = model_kwargs.get(name)
+        if cache is None:
+            continue
+        if not isinstance(cache, Cache) or type(cache).__name__ in ("QuantizedCache", "EncoderDecoderCache"):
+            raise ValueError(
+                f"A {type(cache).__name__} cannot be rolled back after a rejected draft. "
+                "Leave the cache out; speculation brings its own."
+            )
+        if int(cache.get_seq_length()) > 0:
+            raise ValueError(
+                f"The cache that was passed already holds {int(cache.get_seq_length())} tokens, for which the drafter "
+                "has no hidden states. Pass the whole text as input_ids and leave the cache out."
+            )
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of a batch, ready to be called with one of its rows alone."""
+    return LogitsProcessorList([_processor_of_row(processor, row) for processor in processors])
+
+
+def refuse_processors_of_batch(processors: LogitsProcessorList) -> None:
+    """Refuse those of transformers' processors that keep a state for all rows of a batch together."""
+    together = (
+        EncoderNoRepeatNGramLogitsProcessor,
+        SynthIDTextWatermarkLogitsProcessor,
+        UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )
+    if names := [type(processor).__name__ for processor in processors if isinstance(processor, together)]:
+        raise ValueError(
+            f"{', '.join(names)} must see all rows of a batch at once, but speculation writes one row after the other. "
+            "Pass one prompt at a time."
+        )
+
+
+def _processor_of_row(processor: Any, row: int) -> Any:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+    for kind, field in (
+        (EncoderRepetitionPenaltyLogitsProcessor, "encoder_input_ids"),
+        (RepetitionPenaltyLogitsProcessor, "prompt_ignore_length"),  # since 5.2x the padding of each row
+    ):
+        if isinstance(processor, kind) and isinstance(of_rows := getattr(processor, field), Tensor):
+            processor = copy.copy(processor)
+            setattr(processor, field, of_rows[row : row + 1])
+    return processor
