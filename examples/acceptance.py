@@ -6,7 +6,7 @@
 The data folder holds Spec-Bench and HumanEval (see `microspec_hf.evaluation.prompts`). Under `accelerate
 launch` or `torchrun` the processes share the prompts; several processes may share a GPU.
 
-With `--grid` the acceptance length is measured for trees of several depths and sizes instead, with the
+With `--grid` the acceptance length is measured for the trees that `tree="auto"` chooses from instead, with the
 dynamic vocabulary and on prompts that were held out of the drafter's training, and the table is written into
 the drafter's `config.json`, where `tree="auto"` reads it:
 
@@ -27,7 +27,8 @@ from measuring import RESULTS, Options, Pair, load, option, share, start, write_
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
-from microspec_hf import MicroSpecConfig, SpeculationStats, TreeConfig
+from microspec_hf import MicroSpecConfig, SpeculationStats
+from microspec_hf.autotune import candidate_trees
 from microspec_hf.evaluation import (
     Prompt,
     expected_acceptance,
@@ -38,9 +39,6 @@ from microspec_hf.evaluation import (
 )
 from microspec_hf.training import read_prompts as read_training_prompts
 from microspec_hf.training.trainer import held_out
-
-DEPTHS = (1, 2, 3, 4, 5)
-NODES = (4, 8, 16, 32, 60)
 
 
 @dataclass
@@ -82,7 +80,7 @@ def measure_vocabularies(state: PartialState, pair: Pair, arguments: Arguments) 
 
 def measure_grid(state: PartialState, pair: Pair, arguments: Arguments) -> None:
     """Acceptance by depth and nodes, also written into the drafter's configuration."""
-    trees = [TreeConfig(depth=d, top_k=arguments.top_k, num_nodes=n) for d in DEPTHS for n in NODES]
+    trees = candidate_trees()
     prompts = held_out_prompts(pair.tokenizer, arguments)
     measured = measure(state, pair, prompts, [MicroSpecConfig(tree) for tree in trees], arguments.max_new_tokens)
     if not state.is_main_process:

@@ -1,14 +1,15 @@
 """`tree="auto"`: the tree that promises the most tokens a second on this machine.
 
 A wide target pass costs more than a narrow one, by how much depends on the machine: on two CPU cores 60 nodes cost
-three times one token, on a large GPU a fifth more. The costs are measured once for a target; what a tree of each shape
-gains is read from the drafter's `expected_acceptance`, which was measured when it was made.
+three times one token, and 4 half as much again as 3; on a large GPU 60 cost a fifth more. The costs are measured once
+for a target; what a tree of each shape gains is read from the drafter's `expected_acceptance`, which was measured when
+it was made.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,41 +19,51 @@ from microspec_hf.config import TreeConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.hf import Target, TreeCache, additive_mask
 
-WIDTHS = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60)
-MEASURED = (4, 8, 16, 32, 60)
-"""Widths whose cost is measured; those between are interpolated, so that a first call waits for about a second."""
-DEPTHS = (1, 2, 3, 4, 5)
+WIDTHS = (2, 3, 4, 8, 16, 24, 32, 60)
+"""Nodes of the trees that are compared. Only measured widths: costs jump where a library changes its algorithm."""
+DEPTHS = (0, 1, 2, 3, 4, 5)
 CONTEXT = 128
 """Tokens in the cache while costs are measured."""
 
 _chosen: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[EagleHead, TreeConfig]] = WeakKeyDictionary()
 
 
+def candidate_trees() -> list[TreeConfig]:
+    """The trees that `tree="auto"` chooses from: each depth with each width that it can fill and that can fill it.
+
+    A node among the n - 1 best has fewer than n - 1 better siblings, so that a larger top-k would draft in vain.
+    """
+    shapes = [(depth, min(10, nodes - 1), nodes) for depth in DEPTHS for nodes in WIDTHS if nodes > depth + 1]
+    return [TreeConfig(d, k, n) for d, k, n in shapes if n <= k + d * k**2 + 1]
+
+
 def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
     """Measure once for each pair of target and head, then answer from memory."""
     chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
     if head not in chosen:
+        rows = sorted({tree.top_k for tree in candidate_trees()})
         chosen[head] = best_tree(
-            target_cost=_interpolate(MEASURED, [_target_seconds(target, width) for width in MEASURED]),
-            draft_cost=_draft_seconds(target, head),
+            target_cost={width: _target_seconds(target, width) for width in WIDTHS},
+            draft_cost={k: _draft_seconds(target, head, k) for k in rows},
             table=head.config.expected_acceptance,
         )
     return chosen[head]
 
 
-def best_tree(target_cost: Callable[[int], float], draft_cost: float, table: dict[str, dict[str, float]]) -> TreeConfig:
+def best_tree(
+    target_cost: Mapping[int, float], draft_cost: Mapping[int, float], table: dict[str, dict[str, float]]
+) -> TreeConfig:
     """The tree with the most expected tokens a second.
 
     Args:
         target_cost: seconds of one target pass over so many nodes.
-        draft_cost: seconds of one drafter pass.
+        draft_cost: seconds of one drafter pass over so many rows (top-k).
         table: expected acceptance length by depth and nodes, JSON keys; empty: a prior of EAGLE-2's published means.
     """
-    depths = [depth for depth in DEPTHS if str(depth) in table] or DEPTHS  # measured and guessed do not compare
-    trees = [TreeConfig(depth, 10, nodes) for depth in depths for nodes in WIDTHS if nodes > depth + 1]
+    trees = [t for t in candidate_trees() if not table or str(t.depth) in table]  # measured and guessed do not compare
 
     def tokens_per_second(tree: TreeConfig) -> float:
-        seconds = target_cost(tree.num_nodes) + (tree.depth + 1) * draft_cost
+        seconds = target_cost[tree.num_nodes] + (tree.depth + 1) * draft_cost[tree.top_k]
         return expected_acceptance(tree, table) / seconds
 
     return max(trees, key=tokens_per_second)
@@ -94,7 +105,7 @@ def _target_seconds(target: Target, width: int) -> float:
     return _seconds(lambda: run(width), device)
 
 
-def _draft_seconds(target: Target, head: EagleHead, rows: int = 10) -> float:
+def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:
     device, size = target.head.weight.device, target.hidden_size
     cache = TreeCache(num_layers=1)
     positions = torch.arange(CONTEXT, CONTEXT + rows, device=device)
@@ -114,9 +125,9 @@ def _draft_seconds(target: Target, head: EagleHead, rows: int = 10) -> float:
 def _seconds(run: Callable[[], None], device: torch.device, repeats: int = 3) -> float:
     """The fastest of a few runs: other work on the machine only ever adds time."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         started = time.perf_counter()
         run()
         torch.zeros(1, device=device).item()  # waits for the device
         times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return min(times)

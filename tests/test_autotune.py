@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from microspec_hf import TreeConfig, autotune
-from microspec_hf.autotune import DEPTHS, WIDTHS, best_tree, choose_tree, expected_acceptance
+from microspec_hf.autotune import WIDTHS, best_tree, candidate_trees, choose_tree, expected_acceptance
 from microspec_hf.hf import Target
 from tests.doubles import random_head
 from tests.tiny import tiny_llama
@@ -19,35 +19,52 @@ TABLE = {
 }
 
 
-def linear(base: float, per_node: float) -> Callable[[int], float]:
-    return lambda width: base + per_node * width
+def linear(base: float, per_node: float) -> dict[int, float]:
+    return {width: base + per_node * width for width in WIDTHS}
+
+
+def drafts(cost: float) -> dict[int, float]:
+    return dict.fromkeys({tree.top_k for tree in candidate_trees()}, cost)
+
+
+def test_candidate_trees_can_be_filled_and_fill_themselves() -> None:
+    trees = candidate_trees()
+    assert len(set(trees)) == len(trees)
+    for tree in trees:
+        assert tree.num_path_slots <= tree.num_nodes <= tree.num_candidates + 1
+        assert tree.top_k <= tree.num_nodes - 1
 
 
 def test_free_width_and_drafts_take_the_largest_tree() -> None:
-    assert best_tree(linear(1.0, 0.0), draft_cost=0.0, table=TABLE) == TreeConfig(5, 10, 60)
+    assert best_tree(linear(1.0, 0.0), drafts(0.0), TABLE) == TreeConfig(5, 10, 60)
 
 
 def test_dear_drafts_take_a_shallow_tree() -> None:
-    assert best_tree(linear(1.0, 0.0), draft_cost=2.0, table=TABLE).depth == 1
+    assert best_tree(linear(1.0, 0.0), drafts(2.0), TABLE).depth == 1
 
 
 def test_dear_width_takes_a_narrow_tree() -> None:
-    wide = best_tree(linear(1.0, 0.0), draft_cost=0.01, table=TABLE)
-    narrow = best_tree(linear(1.0, 0.5), draft_cost=0.01, table=TABLE)
+    wide = best_tree(linear(1.0, 0.0), drafts(0.01), TABLE)
+    narrow = best_tree(linear(1.0, 0.5), drafts(0.01), TABLE)
     assert narrow.num_nodes < 12 < wide.num_nodes
+
+
+def test_a_cost_that_jumps_is_not_smoothed_over() -> None:
+    """A library that changes its algorithm at four rows: three nodes are the bargain, as on two CPU cores."""
+    costs = {width: 1.0 if width < 4 else 2.0 for width in WIDTHS}
+    assert best_tree(costs, drafts(0.03), {}).num_nodes == 3
 
 
 @pytest.mark.parametrize("table", [TABLE, {}], ids=["measured", "prior"])
 def test_best_tree_is_the_best_of_all(table: dict[str, dict[str, float]]) -> None:
     for per_node, draft_cost in ((0.0, 0.05), (0.02, 0.05), (0.1, 0.3)):
         cost = linear(1.0, per_node)
-        chosen = best_tree(cost, draft_cost, table)
+        chosen = best_tree(cost, drafts(draft_cost), table)
 
-        def rate(tree: TreeConfig, cost: Callable[[int], float] = cost, draft_cost: float = draft_cost) -> float:
-            return expected_acceptance(tree, table) / (cost(tree.num_nodes) + (tree.depth + 1) * draft_cost)
+        def rate(tree: TreeConfig, cost: dict[int, float] = cost, draft_cost: float = draft_cost) -> float:
+            return expected_acceptance(tree, table) / (cost[tree.num_nodes] + (tree.depth + 1) * draft_cost)
 
-        depths = map(int, table) if table else DEPTHS
-        others = [TreeConfig(depth, 10, nodes) for depth in depths for nodes in WIDTHS if nodes > depth + 1]
+        others = [tree for tree in candidate_trees() if not table or str(tree.depth) in table]
         assert rate(chosen) == max(map(rate, others))
 
 
@@ -69,7 +86,7 @@ def test_prior_grows_with_depth_and_nodes() -> None:
 def test_measured_and_guessed_gains_are_not_compared() -> None:
     """Depths that the table lacks are not chosen, however good the prior says they are."""
     for per_node, draft_cost in ((0.0, 2.0), (0.0, 0.3), (0.02, 0.05)):
-        assert best_tree(linear(1.0, per_node), draft_cost, {"3": {"4": 1.1, "60": 1.2}}).depth == 3
+        assert best_tree(linear(1.0, per_node), drafts(draft_cost), {"3": {"4": 1.1, "60": 1.2}}).depth == 3
 
 
 def test_another_head_has_a_tree_of_its_own() -> None:
@@ -84,7 +101,7 @@ def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     head = random_head(model)
     widths: list[int] = []
-    measure = autotune._target_seconds
+    measure: Callable[[Target, int], float] = autotune._target_seconds
 
     def counted(target: Target, width: int) -> float:
         widths.append(width)
@@ -92,12 +109,12 @@ def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(autotune, "_target_seconds", counted)
     first = choose_tree(Target(model), head)
-    assert widths == list(autotune.MEASURED)
+    assert widths == list(WIDTHS)
     assert choose_tree(Target(model), head) == first
-    assert widths == list(autotune.MEASURED)
+    assert widths == list(WIDTHS)
 
 
 def test_measured_seconds_grow_with_the_work() -> None:
     target = Target(tiny_llama())
     assert 0 < autotune._target_seconds(target, 2) < autotune._target_seconds(target, 60) * 3
-    assert autotune._draft_seconds(target, random_head(target.model)) > 0
+    assert autotune._draft_seconds(target, random_head(target.model), 10) > 0

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import HfArgumentParser
 
 from microspec_hf import EagleHead
+from microspec_hf.autotune import candidate_trees
 from microspec_hf.evaluation import lossless
 from microspec_hf.training.trainer import held_out
 from tests.cli.conftest import word_tokenizer
@@ -126,17 +127,16 @@ def test_grid_writes_the_table_into_the_drafter(
     before = read(pair.drafter / "config.json")
     output = tmp_path / "grid.json"
     arguments = ["--train-prompts", str(training_prompts(tmp_path)), "--grid-prompts", "2"]
-    # The trees have up to 60 nodes, for which a top-k of 3 has too few candidates.
-    limits = ["--max-new-tokens", "4", "--top-k", "10"]
+    limits = ["--max-new-tokens", "4"]
     run("acceptance", "--grid", *arguments, *limits, "--output", str(output), pair=pair)
     config = read(pair.drafter / "config.json")
     table = config["expected_acceptance"]
-    assert list(table) == ["1", "2", "3", "4", "5"]
-    assert all(set(row) == {"4", "8", "16", "32", "60"} for row in table.values())
+    measured = [(int(depth), int(nodes)) for depth, row in table.items() for nodes in row]
+    assert sorted(measured) == sorted((tree.depth, tree.num_nodes) for tree in candidate_trees())
     assert config == before | {"expected_acceptance": table}
     assert EagleHead.from_pretrained(pair.drafter).config.expected_acceptance == table
     records = read(output)["records"]
-    assert len(records) == 25
+    assert len(records) == len(measured)
     assert all(record["prompts"] == 2 for record in records)
     for r in records:
         assert table[str(r["depth"])][str(r["nodes"])] == pytest.approx(r["acceptance_length"], abs=1e-3)
