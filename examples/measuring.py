@@ -47,10 +47,10 @@ class Options:
     output: str | None = option("Result file (default: a name in examples/results).", default=None)
 
     def configurations(self) -> dict[str, MicroSpecConfig]:
-        """One for each of the vocabularies, by its name."""
+        """One for each of the vocabularies, by its name; every pass drafts, whatever times are measured."""
         tree = TreeConfig(depth=self.depth, top_k=self.top_k, num_nodes=self.nodes)
         names = self.vocabularies.split(",")
-        return {name: MicroSpecConfig(tree, parse_vocabulary(name, self.static_list)) for name in names}
+        return {name: MicroSpecConfig(tree, parse_vocabulary(name, self.static_list), fallback=False) for name in names}
 
     def prompts(self) -> list[Prompt]:
         """The prompts of the tasks asked for."""

@@ -98,9 +98,10 @@ def _target_seconds(target: Target, width: int) -> float:
 
     def run(tokens: int) -> None:
         positions = torch.arange(CONTEXT, CONTEXT + tokens, device=device)
-        cache.prepare(positions, CONTEXT + tokens)
+        cache.prepare(positions[None], CONTEXT + tokens)
         visible = torch.where(columns[: CONTEXT + tokens] <= positions[:, None], columns[: CONTEXT + tokens], -1)
-        target.head(target.forward(torch.zeros_like(positions), positions, visible, cache))
+        hidden, _ = target.forward(torch.zeros_like(positions)[None], positions[None], visible[None], cache)
+        target.head(hidden)
 
     return _seconds(lambda: run(width), device)
 
@@ -115,7 +116,7 @@ def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:
     weight = target.head.weight[:3072]
 
     def run() -> None:
-        cache.prepare(positions, CONTEXT + rows)
+        cache.prepare(positions[None], CONTEXT + rows)
         output = head(hidden, hidden, positions[None], mask, cache)
         target.head.project(output[0], weight, None).float().log_softmax(-1).topk(rows)
 

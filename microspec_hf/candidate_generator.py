@@ -24,7 +24,8 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
     decoding, so that this class is a candidate generator like any other.
 
     The head's cache keeps rows of true target features only. Row j holds the pair (hidden state at j, token at j + 1)
-    at RoPE position j, so it is one row shorter than the text.
+    at RoPE position j, so it is one row shorter than the text. Where the target was given a cache that holds the first
+    tokens already, no hidden states of those exist, and their rows stay invisible.
 
     Args:
         target: the model that decides.
@@ -46,7 +47,15 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         )
         self.pending_tokens = torch.zeros(tree.num_path_slots, dtype=torch.int64, device=self.device)
         self.num_pending = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._first_row = 0
+        self._num_expected = 1  # as num_pending, on the host
+        self._held: list[tuple[Tensor, Tensor]] = []
         self._offered: Tensor | None = None
+
+    def start_at(self, position: int) -> None:
+        """The first features to come are those of this position; rows before it are never seen."""
+        self._first_row = self.cache.length = position
+        self.num_rows = torch.full_like(self.num_rows, position)
 
     def feed(self, hidden: Tensor, next_tokens: Tensor) -> None:
         """Run the head over true features whose next token is known, and keep its KV.
@@ -58,13 +67,12 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         count = hidden.shape[0]
         if count == 0:
             return
-        start = self.cache.length
-        positions = torch.arange(start, start + count, device=self.device)
-        visible = torch.arange(start + count, device=self.device) <= positions[:, None]
-        self.cache.prepare(positions, start + count)
-        self._run(next_tokens, hidden, positions, visible)
+        positions = self.num_rows + torch.arange(count, device=self.device)
+        columns = torch.arange(self.cache.length + count, device=self.device)
+        self.cache.prepare(positions[None], columns.shape[0])
+        self._run(next_tokens, hidden, positions, columns <= positions[:, None])
         self.cache.length += count
-        self.num_rows += count
+        self.num_rows = self.num_rows + count
 
     def expect(self, hidden: Tensor, next_tokens: Tensor, count: Tensor) -> None:
         """The rows that the next draft starts from: `count` `[1]` of the P rows `[P, H]`, `[P]` are valid."""
@@ -73,13 +81,16 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
     def draft(self, root: Tensor) -> DraftTree:
         """Draft a tree below `root`, int64 `[1]`, the last decided token, which the target has not seen yet."""
         self.vocabulary.prepare()
+        if self._held:
+            held, self._held = self._held, []
+            self.feed(torch.cat([hidden for hidden, _ in held]), torch.cat([tokens for _, tokens in held]))
         k, depth = self.tree.top_k, self.tree.depth
         view = self.cache.length + self.tree.num_path_slots + depth * k
         columns = torch.arange(view, device=self.device)
 
         # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
         positions = self.num_rows + torch.arange(self.tree.num_path_slots, device=self.device)
-        self.cache.prepare(positions, view)
+        self.cache.prepare(positions[None], view)
         output = self._run(self.pending_tokens, self.pending_hidden, positions, columns <= positions[:, None])
         self.num_rows = self.num_rows + self.num_pending
         last = output.index_select(0, self.num_pending - 1)
@@ -97,7 +108,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
             ancestors[:, level * k : (level + 1) * k] = own
             rows = self.num_rows + level * k + torch.arange(k, device=self.device)
             visible = (columns < self.num_rows) | (in_tree & ancestors[:, tree_columns.clamp(0, depth * k - 1)])
-            self.cache.prepare(rows, view)
+            self.cache.prepare(rows[None], view)
             output = self._run(beam_tokens, beam_hidden, (self.num_rows + level).expand(k), visible)
             scores, tokens = self.vocabulary.topk(output, k)
             children = (beam_scores[:, None] + scores).flatten()
@@ -115,6 +126,13 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         )
         return DraftTree(*nodes)
 
+    def hold(self, root: Tensor) -> DraftTree:
+        """A tree of `root` alone, int64 `[1]`. What `draft` would have started from is kept for its next call."""
+        count = self._num_expected
+        self._held.append((self.pending_hidden[:count], self.pending_tokens[:count]))
+        zero = torch.zeros_like(root)
+        return DraftTree(root, parents=zero - 1, depths=zero, ancestors=zero + 1)
+
     def learn(self, hidden: Tensor, tree: DraftTree, candidates: Tensor, verification: Verification) -> None:
         """Take in a verified round: the next draft starts from the true features of the accepted path.
 
@@ -127,12 +145,13 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self.vocabulary.observe(tree, candidates, verification)
         self.expect(hidden.index_select(0, verification.path), verification.emitted, verification.num_emitted)
 
-    def commit(self, num_rows: int) -> None:
-        """Tell the host side how many rows of true features the cache holds (sizes of views only)."""
-        self.cache.length = num_rows
+    def commit(self, num_rows: int, num_expected: int) -> None:
+        """Tell the host side how many rows of true features there are, and how many of them `draft` starts from."""
+        self.cache.length, self._num_expected = num_rows, num_expected
 
     def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         embeddings = self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(hidden)
+        visible = visible & (torch.arange(visible.shape[1], device=self.device) >= self._first_row)
         mask = additive_mask(torch.where(visible, 0, -1), positions, None, hidden.dtype)
         return self.head(embeddings[None], hidden[None], positions[None], mask, self.cache)[0]  # type: ignore[no-any-return]
 
@@ -157,7 +176,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
             hidden, rows = hidden[rows - 1 : rows], 1
         else:
             self._observe_chain(tokens[-rows:], model_outputs.logits[0].to(self.device))
-        self.commit(int(self.num_rows))
+        self.commit(int(self.num_rows), rows)
         padding = (0, self.tree.num_path_slots - rows)
         self.expect(
             nn.functional.pad(hidden[:rows], (0, 0, *padding)),

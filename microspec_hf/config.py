@@ -62,20 +62,24 @@ class VocabularyConfig:
     """Over which rows of the target's LM head the drafter's scores are computed.
 
     Args:
-        kind: `"full"` (EAGLE-2), `"static"` (FR-Spec, VocabTrim: the ids in `token_ids`), or `"dynamic"` (MicroSpec).
+        kind: `"full"` (EAGLE-2), `"static"` (FR-Spec, VocabTrim: the ids in `token_ids`), `"dynamic"` (MicroSpec),
+            `"coral"` or `"dynaspec"` (a trained router chooses).
         token_ids: the ids of a static vocabulary, most frequent first; see `microspec_hf.vocabulary.load_token_ids`.
         size: static: how many of `token_ids` to keep (None: all).
-        max_rows: dynamic: W_max, the most rows ever active ("W_max = 3072", MicroSpec section 5.1).
+        max_rows: dynamic: W_max, the most rows ever active ("W_max = 3072", MicroSpec section 5.1); coral: the most rows
+            for one draft token, in whole groups and at least one; dynaspec: the rows of one drafter pass.
         prompt_candidates: dynamic: K_pre, the target's top ids kept for each prompt position (paper: 3).
         verify_candidates: dynamic: K_ver, the target's top ids kept for each verified node (paper: 3).
         verify_nodes: dynamic: which verified nodes feed C_ver. The paper's formula reads `"path"`; `"all"` measured
             96 % coverage against 87 % on real text, at equal cost.
         window: dynamic: `"stream"` is the formula, Unique(last W_max entries); `"lru"` keeps the W_max most recently
             seen distinct ids, so that repetitions do not push ids out.
-        floor: dynamic: how many of `token_ids` never leave, besides the stop ids, which never do.
+        floor: dynamic, coral, dynaspec: how many of `token_ids` never leave (DynaSpec's static core), besides the stop
+            ids, which never do.
+        router: coral, dynaspec: folder of the trained router, see `examples/train_router.py`.
     """
 
-    kind: Literal["full", "static", "dynamic"] = "dynamic"
+    kind: Literal["full", "static", "dynamic", "coral", "dynaspec"] = "dynamic"
     token_ids: tuple[int, ...] | None = None
     size: int | None = None
     max_rows: int = 3072
@@ -84,9 +88,10 @@ class VocabularyConfig:
     verify_nodes: Literal["all", "path"] = "all"
     window: Literal["lru", "stream"] = "lru"
     floor: int = 0
+    router: str | None = None
 
     def __post_init__(self) -> None:
-        _require_choice(self, "kind", ("full", "static", "dynamic"))
+        _require_choice(self, "kind", ("full", "static", "dynamic", "coral", "dynaspec"))
         _require_choice(self, "verify_nodes", ("all", "path"))
         _require_choice(self, "window", ("lru", "stream"))
         _require_int(self, "max_rows", low=1)
@@ -99,6 +104,11 @@ class VocabularyConfig:
             raise ValueError(
                 "A static vocabulary needs token_ids, got none. Read a released list with "
                 "microspec_hf.vocabulary.load_token_ids(path), or count one with count_token_ids(...)."
+            )
+        if self.kind in ("coral", "dynaspec") and not isinstance(self.router, str):
+            raise ValueError(
+                f"A {self.kind} vocabulary needs router, the folder that examples/train_router.py wrote, got "
+                f"{self.router!r}."
             )
         if self.size is not None:
             _require_int(self, "size", low=1, high=len(self.token_ids or ()) or None)
@@ -118,11 +128,14 @@ class MicroSpecConfig:
             most tokens a second on this machine is taken.
         vocabulary: the draft vocabulary, or just its kind (`"full"`, `"dynamic"`).
         prefill_chunk: prompt positions in one target pass (bounds the memory of a long prompt).
+        fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`). False:
+            every pass drafts, so that acceptance lengths can be compared.
     """
 
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
     prefill_chunk: int = 512
+    fallback: bool = True
 
     def __post_init__(self) -> None:
         tree: Any = self.tree

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import math
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,14 +12,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    GenerationMode,
-    MaxLengthCriteria,
-    StopStringCriteria,
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
 )
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, StopStringCriteria
 
 from microspec_hf.autotune import choose_tree
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
@@ -31,18 +29,21 @@ from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
 from microspec_hf.hf import (
     Target,
-    TreeCache,
+    cache_field,
     caller_cache,
     check_tree_pass,
     export_cache,
+    import_cache,
     processors_of_row,
     refuse_processors_of_batch,
     refuse_request,
 )
-from microspec_hf.loop import Emission, prefill, step
+from microspec_hf.loop import Record
 from microspec_hf.stats import SpeculationStats
+from microspec_hf.stopping import Stops, without_stop_strings
 from microspec_hf.verification import TokenRule
 from microspec_hf.vocabulary import make_vocabulary
+from microspec_hf.writing import Progress, write
 
 NAME = "microspec"
 
@@ -124,7 +125,7 @@ def run(
                 "stop_strings needs the tokenizer: call generate(..., stop_strings=..., tokenizer=tokenizer)."
             )
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-        generate_arguments = _without_stop_strings(**generate_arguments)
+        generate_arguments = without_stop_strings(**generate_arguments)
     try:
         original = getattr(GenerationMixin.generate, "_microspec_original", GenerationMixin.generate)
         return original(  # type: ignore[no-any-return]
@@ -159,10 +160,10 @@ def generate(
     config = MicroSpecConfig.coerce(microspec)
     target = Target(model)
     _refuse_generation(model, generation_config)
-    caller_cache(model_kwargs)
     prompts = _prompts(input_ids, model_kwargs)
+    cache = caller_cache(model_kwargs, [prompt for _, prompt in prompts], input_ids.shape[1])
     head = _resolve_drafter(model, target, drafter, generation_config)
-    stops = _Stops(stopping_criteria)
+    stops = Stops(stopping_criteria)
     if len(prompts) > 1:
         _refuse_batch(generation_config, stops, streamer)
         refuse_processors_of_batch(logits_processor)
@@ -170,95 +171,17 @@ def generate(
     check_tree_pass(target)
     tree = choose_tree(target, head) if config.tree == "auto" else config.tree
     assert isinstance(tree, TreeConfig)
-    record = bool(
-        generation_config.return_dict_in_generate
-        and (generation_config.output_scores or generation_config.output_logits)
-    )
-    texts = []
+    rows = []
     for row, (padding, prompt) in enumerate(prompts):
         rule = TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding)
         vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k)
-        generator = MicroSpecCandidateGenerator(target, head, vocabulary, tree)
-        texts.append(_decode(target, generator, prompt, rule, stops, config.prefill_chunk, streamer, record))
-    return _output(target, texts, input_ids, generation_config)
-
-
-@dataclass
-class _Text:
-    """One finished sequence and what was recorded on the way."""
-
-    ids: Tensor
-    prompt_length: int
-    stats: SpeculationStats
-    cache: TreeCache
-    scores: tuple[Tensor, ...]
-    logits: tuple[Tensor, ...]
-
-
-def _decode(
-    target: Target,
-    drafter: MicroSpecCandidateGenerator,
-    prompt: Tensor,
-    rule: TokenRule,
-    stops: _Stops,
-    chunk: int,
-    streamer: Any,
-    record: bool,
-) -> _Text:
-    stats = SpeculationStats(num_levels=drafter.tree.num_levels, tree=vars(drafter.tree).copy())
-    scores: list[Tensor] = []
-    logits: list[Tensor] = []
-    started = time.perf_counter()
-    state, emission = prefill(target, drafter, prompt, rule, chunk, record)
-    stats.prefill_seconds = time.perf_counter() - started
-    length = prompt.shape[0]
-    while True:
-        text = state.ids if rule.padding is None else torch.cat([rule.padding, state.ids])
-        count, stopped = _take(text, text.shape[0] - len(emission.tokens), emission, stops, streamer)
-        if record:
-            assert emission.logits is not None
-            assert emission.scores is not None
-            logits += emission.logits[:count].split(1)
-            scores += emission.scores[:count].split(1)
-        length += count
-        if stopped:
-            break
-        emission = step(target, drafter, state, rule, record)
-        stats.emitted.append(len(emission.tokens))
-    stats.decode_seconds = time.perf_counter() - started - stats.prefill_seconds
-    stats.new_tokens = length - state.prompt_length
-    seen = drafter.vocabulary.statistics()
-    stats.coverage, stats.mean_active_vocabulary = seen.coverage, seen.mean_active
-    stats.rows_gathered, stats.evicted = seen.rows_gathered, seen.evicted
-    return _Text(state.ids[:length], state.prompt_length, stats, state.cache, tuple(scores), tuple(logits))
-
-
-def _take(ids: Tensor, length: int, emission: Emission, stops: _Stops, streamer: Any) -> tuple[int, bool]:
-    """Offer the new tokens to the stopping criteria one by one: how many are kept, and whether the text ends."""
-    if hasattr(streamer, "begin_round"):  # beyond transformers' interface: tells accepted drafts from the bonus token
-        streamer.begin_round(len(emission.tokens))
-    for count, token in enumerate(emission.tokens, start=1):
-        if streamer is not None:
-            streamer.put(torch.tensor([token]))
-        scores = None if emission.scores is None else (emission.scores[count - 1 : count],)
-        if stops(ids[: length + count], token, scores):
-            return count, True
-    return len(emission.tokens), False
-
-
-class _Stops:
-    """`generate`'s stopping criteria; the two that every call has are answered without touching the device."""
-
-    def __init__(self, criteria: StoppingCriteriaList):
-        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=math.inf)
-        eos = [c for c in criteria if type(c) is EosTokenCriteria]
-        self.ids = frozenset(i for c in eos for i in c.eos_token_id.flatten().tolist())
-        self.others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-
-    def __call__(self, ids: Tensor, token: int, scores: Any) -> bool:
-        # Every custom criterion is asked, also after another has said stop: plain generate does so, and some count.
-        answers = [bool(torch.as_tensor(criterion(ids[None], scores)).all()) for criterion in self.others]
-        return ids.shape[0] >= self.max_length or token in self.ids or any(answers)
+        rows.append((MicroSpecCandidateGenerator(target, head, vocabulary, tree), rule, prompt))
+    caches = [target.new_cache() for _ in rows]
+    import_cache(cache, caches[0])
+    texts, rest = write(target, rows, caches, config, stops, streamer, _record(generation_config))
+    if len(texts) == 1:
+        export_cache(rest, texts[0].length - 1, cache)
+    return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)
 
 
 def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[Tensor | None, Tensor]]:
@@ -305,19 +228,22 @@ def _refuse_generation(model: PreTrainedModel, config: GenerationConfig) -> None
         )
     if not config.use_cache:
         raise ValueError("use_cache=False: speculation keeps the target's KV cache. Leave use_cache at its default.")
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+    if config.return_dict_in_generate and config.output_attentions:
         raise ValueError(
-            "output_attentions and output_hidden_states are not available with speculation: a tree pass computes them "
-            "for rejected tokens too. Run model(sequences, output_hidden_states=True) on the result instead."
+            "output_attentions is not available with speculation: the rows of a tree attend to rejected drafts' rows "
+            "too. Run model(sequences, output_attentions=True) on the result instead."
         )
 
 
-def _refuse_batch(config: GenerationConfig, stops: _Stops, streamer: Any) -> None:
-    """What several rows cannot have, since they are written one after the other."""
+def _refuse_batch(config: GenerationConfig, stops: Stops, streamer: Any) -> None:
+    """What several rows cannot have, since they do not grow by the same number of tokens."""
     if streamer is not None:
         raise ValueError("A streamer follows one text at a time, and there are several; pass one prompt.")
-    if config.return_dict_in_generate and (config.output_scores or config.output_logits):
-        raise ValueError("output_scores and output_logits are given for one sequence at a time; pass one prompt.")
+    if config.return_dict_in_generate and (config.output_scores or config.output_logits or config.output_hidden_states):
+        raise ValueError(
+            "output_scores, output_logits and output_hidden_states are given for one sequence at a time; pass one "
+            "prompt."
+        )
     if stops.others and not stops.ids:
         raise ValueError(
             "Without an end token, plain generate writes on behind the stop of one row until all rows have stopped. "
@@ -357,15 +283,22 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     return loaded[key]
 
 
+def _record(config: GenerationConfig) -> Record:
+    """What the caller wants to see of each token."""
+    if not config.return_dict_in_generate:
+        return Record()
+    return Record(bool(config.output_scores or config.output_logits), bool(config.output_hidden_states))
+
+
 def _output(
-    target: Target, texts: list[_Text], input_ids: Tensor, config: GenerationConfig
+    texts: Sequence[Progress], input_ids: Tensor, config: GenerationConfig, cache: Cache | None
 ) -> MicroSpecOutput | Tensor:
     pad = config._pad_token_tensor
-    longest = max(text.ids.shape[0] - text.prompt_length for text in texts)
+    longest = max(len(text.new_ids) for text in texts)
     fill = 0 if pad is None else int(pad)
     rows = []
     for prompt, text in zip(input_ids, texts, strict=True):
-        new = text.ids[text.prompt_length :]
+        new = text.new_ids
         rows.append(torch.cat([prompt, new, new.new_full((longest - new.shape[0],), fill)]))
     sequences = torch.stack(rows)
     if not config.return_dict_in_generate:
@@ -373,33 +306,9 @@ def _output(
     text = texts[0]
     return MicroSpecOutput(
         sequences=cast(torch.LongTensor, sequences),
-        scores=cast(Any, text.scores) if config.output_scores else None,
-        logits=cast(Any, text.logits) if config.output_logits else None,
+        scores=cast(Any, tuple(text.scores)) if config.output_scores else None,
+        logits=cast(Any, tuple(text.logits)) if config.output_logits else None,
+        hidden_states=cast(Any, tuple(text.hidden_states)) if config.output_hidden_states else None,
         stats=[t.stats for t in texts],
-        **cast(
-            dict[str, Any], export_cache(target.config, text.cache, text.ids.shape[0] - 1) if len(texts) == 1 else {}
-        ),
+        **cast(dict[str, Any], {cache_field(): cache}),
     )
-
-
-class _WithoutStopStrings(GenerationConfig):
-    """Does not take over the stop strings of the model's own generation config, as `generate` has every other do.
-
-    `generate` would make their criterion itself, for which it needs the tokenizer that it does not hand to a callable.
-    """
-
-    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
-        kwargs.pop("stop_strings", None)
-        return super().update(defaults_only, allow_custom_entries, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _without_stop_strings(generation_config: GenerationConfig | None = None, **arguments: Any) -> dict[str, Any]:
-    """The arguments of a `generate` call that leaves stop strings alone."""
-    config = _WithoutStopStrings()  # type: ignore[no-untyped-call]
-    if generation_config is None:
-        named = {name: value for name, value in arguments.items() if value is not None}
-        left = config.update(**named)
-        arguments = {name: value for name, value in arguments.items() if name not in named or name in left}
-    else:
-        vars(config).update(copy.deepcopy(vars(generation_config)), stop_strings=None)
-    return arguments | {"generation_config": config}

@@ -1,7 +1,8 @@
-"""How a text grows: `prefill` reads the prompt, `step` drafts, verifies and learns. The file to read first."""
+"""How texts grow: `prefill` reads a prompt, `step` drafts, verifies and learns. The file to read first."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from microspec_hf import ops
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
-from microspec_hf.hf import Target
+from microspec_hf.hf import Target, TreeCache
 from microspec_hf.state import GenerationState
 from microspec_hf.tree import DraftTree
 from microspec_hf.verification import TokenRule, verify
@@ -19,43 +20,88 @@ HEAD_ROWS = 256
 
 
 @dataclass(frozen=True)
+class Record:
+    """What is kept of every token beside its id.
+
+    Args:
+        scores: the target's raw logits and the processed scores.
+        hidden_states: the output of the embeddings and of every layer.
+    """
+
+    scores: bool = False
+    hidden_states: bool = False
+
+
+NOTHING = Record()
+
+
+@dataclass(frozen=True)
 class Emission:
-    """What one pass of the target decided.
+    """What one pass of the target decided about one text.
 
     Args:
         tokens: the new tokens, at least one.
         logits: `[len(tokens), V]`, the target's raw fp32 logits, where they were asked for.
         scores: `[len(tokens), V]`, processed scores, likewise.
+        hidden_states: for the embeddings and each layer `[len(tokens), H]`, likewise; `[L, H]` behind a prompt.
     """
 
     tokens: list[int]
     logits: Tensor | None = None
     scores: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Text:
+    """A text that is being written.
+
+    Args:
+        drafter: proposes its trees.
+        rule: chooses its tokens.
+        state: how far it is.
+    """
+
+    drafter: MicroSpecCandidateGenerator
+    rule: TokenRule
+    state: GenerationState
 
 
 def prefill(
-    target: Target, drafter: MicroSpecCandidateGenerator, prompt: Tensor, rule: TokenRule, chunk: int, record: bool
-) -> tuple[GenerationState, Emission]:
+    target: Target,
+    drafter: MicroSpecCandidateGenerator,
+    prompt: Tensor,
+    rule: TokenRule,
+    chunk: int,
+    record: Record,
+    cache: TreeCache,
+) -> tuple[Text, Emission]:
     """Run the prompt through the target in chunks, feed the drafter, and decide the first token.
 
     Args:
         prompt: int64 `[L]`, L >= 1.
         chunk: positions in one target pass.
-        record: keep logits and scores.
+        cache: gets the rows of the prompt. Where it holds the first ones already, the drafter starts behind them.
     """
-    cache = target.new_cache()
-    cache.reserve(prompt.shape[0] + drafter.tree.num_nodes)
+    begin, length = cache.length, prompt.shape[0]
+    cache.reserve(length + drafter.tree.num_nodes)
+    drafter.start_at(begin)
     candidates: list[Tensor] = []
+    layers: list[tuple[Tensor, ...]] = []
     hidden = prompt.new_empty(0)
-    for start in range(0, prompt.shape[0], chunk):
+    for start in range(begin, length, chunk):
         tokens = prompt[start : start + chunk]
-        positions = torch.arange(start, start + tokens.shape[0], device=prompt.device)
-        columns = torch.arange(start + tokens.shape[0], device=prompt.device)
-        cache.prepare(positions, columns.shape[0])
-        hidden = target.forward(tokens, positions, torch.where(columns <= positions[:, None], columns, -1), cache)
-        cache.length += tokens.shape[0]
+        end = start + tokens.shape[0]
+        columns = torch.arange(end, device=prompt.device)
+        positions = columns[start:]
+        visible = torch.where(columns <= positions[:, None], columns, -1)
+        cache.prepare(positions[None], end)
+        rows, every_layer = target.forward(tokens[None], positions[None], visible[None], cache, record.hidden_states)
+        hidden = rows[0]
+        layers.append(every_layer)
+        cache.length = end
         candidates += _prompt_candidates(target, hidden, drafter.vocabulary.prompt_candidates)
-        following = prompt[start + 1 : start + 1 + tokens.shape[0]].to(drafter.device)
+        following = prompt[start + 1 : end + 1].to(drafter.device)
         drafter.feed(hidden[: following.shape[0]], following)
     drafter.vocabulary.begin(prompt.to(drafter.device), torch.cat(candidates) if candidates else None)
 
@@ -70,52 +116,99 @@ def prefill(
     )
     state = GenerationState(
         ids=torch.cat([prompt, first]),
-        cache=cache,
-        length=torch.tensor([prompt.shape[0]], device=prompt.device),
-        prompt_length=prompt.shape[0],
+        length=torch.tensor([length], device=prompt.device),
+        prompt_length=length,
     )
-    return state, Emission(first.tolist(), *((logits.float(), scores) if record else ()))
+    emission = Emission(
+        tokens=first.tolist(),
+        logits=logits.float() if record.scores else None,
+        scores=scores if record.scores else None,
+        hidden_states=tuple(torch.cat(parts, dim=1)[0] for parts in zip(*layers, strict=True)),
+    )
+    return Text(drafter, rule, state), emission
 
 
 def step(
-    target: Target, drafter: MicroSpecCandidateGenerator, state: GenerationState, rule: TokenRule, record: bool
-) -> Emission:
-    """One round: draft a tree, check it in one target pass, keep the path that agrees, learn from it."""
-    tree = drafter.draft(state.root.to(drafter.device))
-    hidden = _target_pass(target, state, tree)
+    target: Target, texts: Sequence[Text], cache: TreeCache, record: Record = NOTHING, draft: bool = True
+) -> list[Emission]:
+    """One round of each text: draft a tree, check all in one target pass, keep the paths that agree, learn from them.
+
+    Args:
+        texts: in the order of the cache.
+        draft: False: the trees are their roots, and each text gets one token, as from plain decoding.
+    """
+    trees = [_draft(text, draft) for text in texts]
+    hidden, layers = _target_pass(target, texts, trees, cache, record)
     logits = _logits(target, hidden)
-    candidates = ops.topk_candidates(logits, max(1, drafter.vocabulary.verify_candidates))
-    judgement = verify(tree, logits, state.ids, rule, drafter.tree.num_path_slots, best=candidates[:, 0])
-    verification = judgement.verification
-    ops.compact_kv(state.cache.buffers(), verification.path, state.length)
-    drafter.learn(hidden, tree, candidates[:, : drafter.vocabulary.verify_candidates], verification)
-    state.length = state.length + verification.num_emitted.to(state.length.device)
+    most = max(max(1, text.drafter.vocabulary.verify_candidates) for text in texts)
+    best = ops.topk_candidates(logits.flatten(0, 1), most).view(*logits.shape[:2], -1)
+    judgements, news = [], []
+    for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+        drafter, state, nodes = text.drafter, text.state, tree.num_nodes
+        own = best[row, :nodes]
+        judgement = verify(tree, logits[row, :nodes], state.ids, text.rule, drafter.tree.num_path_slots, own[:, 0])
+        verification = judgement.verification
+        ops.compact_kv(cache.buffers(row), verification.path, state.length)
+        drafter.learn(hidden[row, :nodes], tree, own[:, : drafter.vocabulary.verify_candidates], verification)
+        state.length = state.length + verification.num_emitted.to(state.length.device)
+        judgements.append(judgement)
+        news.append(torch.cat([verification.num_emitted, verification.emitted]))
 
-    # The one copy from device to host: how many tokens, and which.
-    count, *emitted = torch.cat([verification.num_emitted, verification.emitted]).tolist()
-    drafter.commit(state.cache.length)
-    state.commit(emitted[:count])
-    if not record:
-        return Emission(emitted[:count])
-    raw = logits.index_select(0, verification.path)[:count].to(state.ids.device, torch.float32)
-    return Emission(emitted[:count], raw, raw if judgement.scores is None else judgement.scores[:count])
+    # The one copy from device to host: how many tokens each text gets, and which.
+    emissions = []
+    for row, (count, *emitted) in enumerate(torch.stack(news).tolist()):
+        text, judgement = texts[row], judgements[row]
+        text.state.commit(emitted[:count])
+        text.drafter.commit(text.state.num_cached, count)
+        path = judgement.verification.path[:count]
+        kept = [layer[row].index_select(0, path.to(layer.device)) for layer in layers]
+        raw = scores = None
+        if record.scores:
+            raw = logits[row].index_select(0, path).to(text.state.ids.device, torch.float32)
+            scores = raw if judgement.scores is None else judgement.scores[:count]
+        emissions.append(Emission(emitted[:count], raw, scores, tuple(kept)))
+    cache.length = max(text.state.num_cached for text in texts)
+    return emissions
 
 
-def _target_pass(target: Target, state: GenerationState, tree: DraftTree) -> Tensor:
-    """Hidden rows `[N, H]` of the tree's nodes, each seeing the text and its own ancestors."""
-    device, num_nodes = state.ids.device, tree.num_nodes
-    view = state.cache.length + num_nodes
+def _draft(text: Text, draft: bool) -> DraftTree:
+    root = text.state.root.to(text.drafter.device)
+    return text.drafter.draft(root) if draft else text.drafter.hold(root)
+
+
+def _target_pass(
+    target: Target, texts: Sequence[Text], trees: Sequence[DraftTree], cache: TreeCache, record: Record = NOTHING
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Hidden rows `[B, N, H]` of the nodes of all trees, each seeing its text and its own ancestors.
+
+    N is the size of the largest tree; rows behind a smaller one are padding, which sees the text and is seen by none.
+    Also the rows of every layer, where they are recorded.
+    """
+    num_nodes = max(tree.num_nodes for tree in trees)
+    view = max(text.state.num_cached for text in texts) + num_nodes
+    inputs = [_tree_inputs(text.state, tree, num_nodes, view) for text, tree in zip(texts, trees, strict=True)]
+    tokens, positions, visible, rows = (torch.stack(parts) for parts in zip(*inputs, strict=True))
+    cache.prepare(rows, view)
+    return target.forward(tokens, positions, visible, cache, record.hidden_states)
+
+
+def _tree_inputs(
+    state: GenerationState, tree: DraftTree, num_nodes: int, view: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens `[N]`, positions `[N]`, visible positions `[N, view]` and cache rows `[N]` of a tree padded to N nodes."""
+    device, padding = state.ids.device, num_nodes - tree.num_nodes
+    tokens = torch.nn.functional.pad(tree.tokens.clamp(min=0).to(device), (0, padding))
+    depths = torch.nn.functional.pad(tree.depths.to(device), (0, padding))
+    ancestors = torch.nn.functional.pad(tree.ancestor_mask().to(device), (0, padding, 0, padding))
     columns = torch.arange(view, device=device) - state.length
-    depths, ancestors = tree.depths.to(device), tree.ancestor_mask().to(device)
     node = columns.clamp(0, num_nodes - 1)
     in_tree = (columns >= 0) & (columns < num_nodes) & ancestors[:, node]
     visible = torch.where(in_tree, state.length + depths[node], torch.where(columns < 0, columns + state.length, -1))
-    state.cache.prepare(state.length + torch.arange(num_nodes, device=device), view)
-    return target.forward(tree.tokens.clamp(min=0).to(device), state.length + depths, visible, state.cache)
+    return tokens, state.length + depths, visible, state.length + torch.arange(num_nodes, device=device)
 
 
 def _logits(target: Target, hidden: Tensor) -> Tensor:
-    """Logits `[T, V]` as `generate` compares them: those of a float64 model in float32, where near ones are equal."""
+    """Logits `[..., V]` as `generate` compares them: those of a float64 model in float32, where near ones are equal."""
     logits = target.head(hidden)
     return logits.float() if logits.dtype == torch.float64 else logits
 

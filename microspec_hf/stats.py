@@ -12,7 +12,10 @@ class SpeculationStats:
 
     Args:
         new_tokens: tokens returned after the prompt, the first one (from the prefill) included.
-        emitted: tokens emitted by each round, bonus included, before any cut at a stop.
+        emitted: tokens emitted by each round that drafted, bonus included, before any cut at a stop.
+        plain_steps: target passes without a draft, one token each (`MicroSpecConfig.fallback`).
+        switches: where drafting gave way to plain steps and came back, each with the token and the measured seconds a
+            token of both.
         num_levels: levels of the tree; at most `num_levels + 1` tokens a round.
         coverage: share of emitted tokens that were in the active vocabulary when the tree was drafted.
         mean_active_vocabulary: rows of the LM head that the drafter scored, mean over rounds.
@@ -24,6 +27,8 @@ class SpeculationStats:
 
     new_tokens: int = 0
     emitted: list[int] = field(default_factory=list)
+    plain_steps: int = 0
+    switches: list[dict[str, Any]] = field(default_factory=list)
     num_levels: int = 0
     coverage: float = 1.0
     mean_active_vocabulary: float = 0.0
@@ -35,7 +40,7 @@ class SpeculationStats:
 
     @property
     def rounds(self) -> int:
-        """Target passes after the prefill."""
+        """Target passes that checked a draft."""
         return len(self.emitted)
 
     @property

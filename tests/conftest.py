@@ -9,6 +9,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, hence before the imports below
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +17,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from microspec_hf import models
+from microspec_hf import models, pace, writing
 from tests import tiny
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))  # more threads only slow models of this size down
+
+
+@pytest.fixture(autouse=True)
+def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No decision of a test depends on measured times: a clock that stands still finds plain steps no faster."""
+    monkeypatch.setattr(writing, "Pace", functools.partial(pace.Pace, clock=lambda: 0.0))
 
 
 class ChatModel(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from microspec_hf import DraftTree, EagleConfig, EagleHead, MicroSpecCandidateGenerator, generation
-from microspec_hf.hf import Target
+from microspec_hf import DraftTree, EagleConfig, EagleHead, MicroSpecCandidateGenerator, generation, loop
+from microspec_hf.hf import Target, TreeCache
+from microspec_hf.loop import NOTHING, Emission, Record, Text, prefill, step
+from microspec_hf.state import GenerationState
 from microspec_hf.tree import Verification
+from microspec_hf.verification import TokenRule
 from tests.tiny import tiny_llama
 
 Nodes = list[tuple[int, int]]
@@ -165,6 +169,42 @@ class ScriptedDrafter(MicroSpecCandidateGenerator):
             if list(text[1:position]) == self.heard:
                 return list(text[position : position + self.tree.num_levels])
         return []
+
+
+@dataclass
+class Alone:
+    """One text that is written alone, step by step."""
+
+    target: Target
+    text: Text
+    cache: TreeCache
+
+    @property
+    def state(self) -> GenerationState:
+        return self.text.state
+
+    def step(self, record: Record = NOTHING, draft: bool = True) -> Emission:
+        [emission] = step(self.target, [self.text], self.cache, record, draft)
+        return emission
+
+    def target_pass(self, tree: DraftTree) -> Tensor:
+        """Hidden rows `[N, H]` of the nodes of a tree."""
+        hidden, _ = loop._target_pass(self.target, [self.text], [tree], self.cache, NOTHING)
+        return hidden[0]
+
+
+def begin(
+    target: Target,
+    drafter: MicroSpecCandidateGenerator,
+    prompt: Tensor,
+    rule: TokenRule,
+    chunk: int = 512,
+    record: Record = NOTHING,
+) -> tuple[Alone, Emission]:
+    """Read the prompt `[L]`, as `generate` does."""
+    cache = target.new_cache()
+    text, emission = prefill(target, drafter, prompt, rule, chunk, record, cache)
+    return Alone(target, text, cache), emission
 
 
 @contextmanager

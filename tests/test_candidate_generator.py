@@ -12,10 +12,10 @@ from transformers.generation import CandidateGenerator, LogitsProcessorList
 
 from microspec_hf import DraftTree, EagleHead, MicroSpecCandidateGenerator, TreeConfig, VocabularyConfig
 from microspec_hf.hf import Target
-from microspec_hf.loop import prefill, step
 from microspec_hf.verification import TokenRule
 from microspec_hf.vocabulary import FullVocabulary, make_vocabulary
 from tests.doubles import (
+    begin,
     controlled_pair,
     draft_tree,
     last_branch_right,
@@ -107,12 +107,12 @@ def test_tree_is_that_of_the_definition(tree: TreeConfig, length: int) -> None:
     head = random_head(model, seed=3, dtype=torch.float64)
     prompt = random_prompt(model, length)
     target, drafter = led(model, head, tree, plain(model, prompt, max_new_tokens=30)[0].tolist())
-    state, _ = prefill(target, drafter, prompt[0], GREEDY, chunk=4, record=False)
+    alone, _ = begin(target, drafter, prompt[0], GREEDY, chunk=4)
     num_accepted = []
     for drafter.follow in ROUNDS:
-        drafter.position = len(state.ids)
-        expected = slow_draft(model, head, state.ids, tree)
-        num_accepted.append(len(step(target, drafter, state, GREEDY, record=False).tokens) - 1)
+        drafter.position = len(alone.state.ids)
+        expected = slow_draft(model, head, alone.state.ids, tree)
+        num_accepted.append(len(alone.step().tokens) - 1)
         assert (drafter.drafted[-1].tokens.tolist(), drafter.drafted[-1].parents.tolist()) == expected
     assert [n for n, follow in zip(num_accepted, ROUNDS, strict=True) if follow] == [tree.num_levels] * 3
 
@@ -123,15 +123,15 @@ def test_cache_holds_rows_of_true_features_only() -> None:
     head = random_head(model, dtype=torch.float64)
     prompt = random_prompt(model, 6)
     target, drafter = led(model, head, TreeConfig(2, 3, 12), plain(model, prompt, max_new_tokens=30)[0].tolist())
-    state, _ = prefill(target, drafter, prompt[0], GREEDY, chunk=4, record=False)
+    alone, _ = begin(target, drafter, prompt[0], GREEDY, chunk=4)
     for drafter.follow in ROUNDS:
-        drafter.position = len(state.ids)
-        num_decided = len(state.ids)
-        step(target, drafter, state, GREEDY, record=False)
+        drafter.position = len(alone.state.ids)
+        num_decided = len(alone.state.ids)
+        alone.step()
 
         # One row for each decided token but the last: the pair of its hidden state and the token behind it.
         assert int(drafter.num_rows) == num_decided - 1
-        ids = state.ids[:num_decided]
+        ids = alone.state.ids[:num_decided]
         _, afresh = led(model, head, drafter.tree, [])
         afresh.feed(true_features(model, ids[:-1]), ids[1:])
         for ours, theirs in zip(drafter.cache.buffers(), afresh.cache.buffers(), strict=True):
@@ -155,11 +155,61 @@ def test_feeding_in_pieces_is_feeding_at_once() -> None:
         slots = drafter.tree.num_path_slots
         last = torch.nn.functional.pad(features[-1:], (0, 0, 0, slots - 1), value=9.0)  # padding must not matter
         drafter.expect(last, torch.nn.functional.pad(torch.tensor([5]), (0, slots - 1), value=7), torch.tensor([1]))
-        drafter.commit(12)
+        drafter.commit(12, 1)
         trees.append(drafter.draft(torch.tensor([5])))
     for tree in trees[1:]:
         assert torch.equal(tree.tokens, trees[0].tokens)
         assert torch.equal(tree.parents, trees[0].parents)
+
+
+@torch.no_grad()
+def test_rows_before_a_late_start_are_never_seen() -> None:
+    model = tiny_llama(dtype=torch.float64)
+    head = random_head(model, dtype=torch.float64)
+    ids = random_prompt(model, 12)[0]
+    features = true_features(model, ids)
+    trees = []
+    for rubbish in (0.0, 1e3):
+        _, drafter = led(model, head, TreeConfig(2, 3, 12), [])
+        drafter.start_at(6)
+        drafter.cache.reserve(64)
+        drafter.feed(features[6:11], ids[7:])
+        for buffer in drafter.cache.buffers():
+            buffer[:, :, :6] = rubbish
+        slots = drafter.tree.num_path_slots
+        drafter.expect(
+            torch.nn.functional.pad(features[-1:], (0, 0, 0, slots - 1)),
+            torch.nn.functional.pad(torch.tensor([5]), (0, slots - 1)),
+            torch.tensor([1]),
+        )
+        trees.append(drafter.draft(torch.tensor([5])))
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+
+    # Rows are where they would be with an early start: a key depends on its own pair and position alone.
+    _, early = led(model, head, TreeConfig(2, 3, 12), [])
+    early.feed(features[:11], ids[1:])
+    for ours, theirs in zip(drafter.cache.buffers(), early.cache.buffers(), strict=True):
+        torch.testing.assert_close(ours[:, :, 6:11], theirs[:, :, 6:11], rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_held_rows_are_fed_before_the_next_draft() -> None:
+    """Plain steps between two drafts: the next tree is that of a drafter that drafted every time."""
+    model = tiny_llama(dtype=torch.float64)
+    head = random_head(model, dtype=torch.float64)
+    prompt = random_prompt(model, 6)
+    text = plain(model, prompt, max_new_tokens=30)[0].tolist()
+    trees = []
+    for draft in (True, False):
+        target, drafter = led(model, head, TreeConfig(2, 3, 12), text)
+        alone, _ = begin(target, drafter, prompt[0], GREEDY)
+        drafter.follow = False
+        for drafts in (True, draft, draft, True):
+            drafter.position = len(alone.state.ids)
+            assert len(alone.step(draft=drafts).tokens) == 1
+        trees.append(drafter.drafted[-1])
+        assert int(drafter.num_rows) == len(alone.state.ids) - 2
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
 
 
 @torch.no_grad()
@@ -169,8 +219,8 @@ def test_siblings_differ_and_parents_come_first() -> None:
     for tree in (TreeConfig(), TreeConfig(5, 10, 64), TreeConfig(15, 2, 60)):
         for config in (FULL, VocabularyConfig(max_rows=12)):
             target, drafter = make_drafter(model, head, config, tree)
-            state, _ = prefill(target, drafter, prompt[0], GREEDY, chunk=512, record=False)
-            drafted = drafter.draft(state.root)
+            alone, _ = begin(target, drafter, prompt[0], GREEDY, chunk=512)
+            drafted = drafter.draft(alone.state.root)
             pairs = list(zip(drafted.parents.tolist(), drafted.tokens.tolist(), strict=True))
             assert all(parent < node for node, (parent, _) in enumerate(pairs))
             real = [pair for pair in pairs if pair[1] >= 0]
@@ -185,8 +235,8 @@ def test_siblings_differ_and_parents_come_first() -> None:
 def test_nan_is_no_candidate() -> None:
     model = tiny_llama()
     target, drafter = make_drafter(model, nan_head(model), FULL, TreeConfig())
-    state, first = prefill(target, drafter, random_prompt(model)[0], GREEDY, chunk=512, record=False)
-    tree = drafter.draft(state.root)
+    alone, first = begin(target, drafter, random_prompt(model)[0], GREEDY, chunk=512)
+    tree = drafter.draft(alone.state.root)
     assert tree.tokens.tolist() == [first.tokens[0], *[-1] * 59]
 
 
@@ -195,8 +245,8 @@ def test_only_active_ids_are_drafted() -> None:
     model, head = controlled_pair(scale=0.1)
     listed = tuple(range(0, 101, 3))
     target, drafter = make_drafter(model, head, VocabularyConfig("static", token_ids=listed), TreeConfig())
-    state, _ = prefill(target, drafter, random_prompt(model)[0], GREEDY, chunk=512, record=False)
-    assert {*drafter.draft(state.root).tokens[1:].tolist()} <= {*listed}
+    alone, _ = begin(target, drafter, random_prompt(model)[0], GREEDY, chunk=512)
+    assert {*drafter.draft(alone.state.root).tokens[1:].tolist()} <= {*listed}
 
 
 # transformers' own loop --------------------------------------------------------------------------------------------

@@ -122,11 +122,11 @@ def rows(*values: float) -> Tensor:
 
 def test_cache_writes_named_rows_and_shows_a_view() -> None:
     cache = TreeCache(num_layers=2)
-    cache.prepare(torch.tensor([0, 1, 2]), view=3)
+    cache.prepare(torch.tensor([[0, 1, 2]]), view=3)
     cache.update(rows(1, 2, 3), rows(4, 5, 6), 0)
     cache.update(rows(7, 8, 9), rows(7, 8, 9), 1)
     cache.length = 2
-    cache.prepare(torch.tensor([4, 2]), view=5)
+    cache.prepare(torch.tensor([[4, 2]]), view=5)
     keys, values = cache.update(rows(40, 20), rows(41, 21), 0)
     assert keys.flatten().tolist() == [1, 2, 20, 0, 40]
     assert values.flatten().tolist() == [4, 5, 21, 0, 41]
@@ -138,10 +138,10 @@ def test_cache_grows_and_keeps_its_rows() -> None:
     cache = TreeCache(num_layers=1)
     cache.reserve(10)
     assert cache.capacity == 64
-    cache.prepare(torch.arange(3), view=3)
+    cache.prepare(torch.arange(3)[None], view=3)
     cache.update(rows(1, 2, 3), rows(1, 2, 3), 0)
     for view in (65, 100, 300):
-        cache.prepare(torch.tensor([view - 1]), view)
+        cache.prepare(torch.tensor([[view - 1]]), view)
         keys, _ = cache.update(rows(view), rows(view), 0)
         assert keys.shape[2] == view
         assert keys.flatten()[:3].tolist() == [1, 2, 3]
@@ -214,7 +214,7 @@ def _doubled(output: Any) -> Any:
 
 def test_a_decoder_that_ignores_the_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def causal(visible: Tensor, *arguments: Any) -> Tensor:
-        everything = torch.where(torch.arange(visible.shape[1]) <= int(visible.max()) + 1, 0, -1).expand_as(visible)
+        everything = torch.where(torch.arange(visible.shape[-1]) <= int(visible.max()) + 1, 0, -1).expand_as(visible)
         return original(everything, *arguments)
 
     original = hf.additive_mask

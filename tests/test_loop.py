@@ -16,14 +16,14 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 
 import microspec_hf
 from microspec_hf import EagleHead, TreeConfig, VocabularyConfig, loop
-from microspec_hf.hf import Target
-from microspec_hf.loop import prefill, step
-from microspec_hf.state import GenerationState
+from microspec_hf.loop import Record, step
 from microspec_hf.verification import TokenRule
 from tests.doubles import (
     SCRIPTS,
+    Alone,
     Script,
     ScriptedDrafter,
+    begin,
     controlled_pair,
     draft_tree,
     last_branch_right,
@@ -42,11 +42,11 @@ FULL = VocabularyConfig("full")
 
 def start(
     model: PreTrainedModel, prompt: Tensor, script: Script, text: list[int], chunk: int = 512, rule: TokenRule = GREEDY
-) -> tuple[Target, ScriptedDrafter, GenerationState]:
+) -> tuple[ScriptedDrafter, Alone]:
     target, real = make_drafter(model, random_head(model, dtype=model.dtype), VocabularyConfig(), TreeConfig())
     drafter = ScriptedDrafter(target, real.head, real.vocabulary, real.tree, script=script, texts=[text])
-    state, _ = prefill(target, drafter, prompt[0], rule, chunk, record=False)
-    return target, drafter, state
+    alone, _ = begin(target, drafter, prompt[0], rule, chunk=chunk)
+    return drafter, alone
 
 
 def models(dtype: torch.dtype) -> list[Any]:
@@ -63,14 +63,14 @@ def test_every_node_sees_the_text_and_its_ancestors_and_nothing_else(
     """The hidden state of a node is that of a plain forward over the text and the node's path."""
     model = TINY_MODELS[name](attn_implementation=attention, dtype=dtype)
     prompt = random_prompt(model, 11)
-    target, _, state = start(model, prompt, perfect, [])
-    tree = draft_tree(int(state.root), random_tree(seed=4)(list(range(6)), 90, 0))
+    _, alone = start(model, prompt, perfect, [])
+    tree = draft_tree(int(alone.state.root), random_tree(seed=4)(list(range(6)), 90, 0))
     assert int(tree.depths.max()) >= 4
-    hidden = loop._target_pass(target, state, tree)
+    hidden = alone.target_pass(tree)
 
     reference = TINY_MODELS[name](attn_implementation="eager", dtype=dtype)
     for node, on_path in enumerate(tree.ancestor_mask()):
-        ids = torch.cat([state.ids[:-1], tree.tokens[on_path]])
+        ids = torch.cat([alone.state.ids[:-1], tree.tokens[on_path]])
         expected = reference(ids[None], output_hidden_states=True).hidden_states[-1][0, -1]
         torch.testing.assert_close(hidden[node], expected, rtol=0, atol=1e-4)
 
@@ -82,9 +82,9 @@ def test_another_sibling_moves_no_other_node(name: str, attention: str, dtype: t
     prompt = random_prompt(model, 11)
     passes = []
     for sibling in (3, 77):
-        target, _, state = start(model, prompt, perfect, [])
-        tree = draft_tree(int(state.root), [(0, 5), (0, sibling), (1, 9), (1, 8), (2, 7), (3, 6)])
-        passes.append(loop._target_pass(target, state, tree))
+        _, alone = start(model, prompt, perfect, [])
+        tree = draft_tree(int(alone.state.root), [(0, 5), (0, sibling), (1, 9), (1, 8), (2, 7), (3, 6)])
+        passes.append(alone.target_pass(tree))
     same = (passes[0] == passes[1]).all(dim=1).tolist()
     assert same == [True, True, False, True, True, False, True]  # the sibling, and its child
 
@@ -97,16 +97,16 @@ def test_cache_is_that_of_the_text(name: str, script: str) -> None:
     model = TINY_MODELS[name](attn_implementation="eager", dtype=torch.float64)
     prompt = random_prompt(model, 5)
     text = plain(model, prompt, max_new_tokens=30)[0].tolist()
-    target, drafter, state = start(model, prompt, SCRIPTS[script], text)
+    _, alone = start(model, prompt, SCRIPTS[script], text)
     for _ in range(3):
-        length = len(state.ids)
-        emission = step(target, drafter, state, GREEDY, record=False)
-        assert state.ids.tolist() == text[: length + len(emission.tokens)]
-        assert state.cache.length == int(state.length) == len(state.ids) - 1
+        length = len(alone.state.ids)
+        emission = alone.step()
+        assert alone.state.ids.tolist() == text[: length + len(emission.tokens)]
+        assert alone.cache.length == int(alone.state.length) == len(alone.state.ids) - 1
 
-        _, _, afresh = start(model, state.ids[None, :-1], perfect, [])
-        for ours, theirs in zip(state.cache.buffers(), afresh.cache.buffers(), strict=True):
-            rows = state.cache.length
+        _, afresh = start(model, alone.state.ids[None, :-1], perfect, [])
+        for ours, theirs in zip(alone.cache.buffers(), afresh.cache.buffers(), strict=True):
+            rows = alone.cache.length
             torch.testing.assert_close(ours[:, :, :rows], theirs[:, :, :rows], rtol=0, atol=1e-4)
 
 
@@ -117,17 +117,17 @@ def test_lengths() -> None:
     prompt = random_prompt(model, 5)
     text = plain(model, prompt, max_new_tokens=12)[0].tolist()
     two_right = lambda upcoming, vocab_size, round_number: list(enumerate(upcoming[:2]))  # noqa: E731
-    target, drafter, state = start(model, prompt, two_right, text)
-    assert state.cache.length == 5
-    assert state.ids.tolist() == text[:6]
-    assert state.prompt_length == 5
+    drafter, alone = start(model, prompt, two_right, text)
+    assert alone.cache.length == 5
+    assert alone.state.ids.tolist() == text[:6]
+    assert alone.state.prompt_length == 5
     assert int(drafter.num_pending) == 1
     assert drafter.pending_tokens[0] == text[5]  # the pair of the last prompt position: (h4, x5)
 
-    emission = step(target, drafter, state, GREEDY, record=False)
+    emission = alone.step()
     assert emission.tokens == text[6:9]
-    assert state.cache.length == 5 + 1 + 2
-    assert state.root.tolist() == [text[8]]
+    assert alone.cache.length == 5 + 1 + 2
+    assert alone.state.root.tolist() == [text[8]]
     assert int(drafter.num_pending) == 3
     assert drafter.pending_tokens[:3].tolist() == text[6:9]  # (h_root, a), (h_a, d), (h_d, z)
 
@@ -144,9 +144,9 @@ def test_prefill_does_not_depend_on_its_chunks(chunk: int) -> None:
     results = []
     for size in (512, chunk):
         target, drafter = make_drafter(model, head, VocabularyConfig(max_rows=30), TreeConfig())
-        state, emission = prefill(target, drafter, prompt[0], GREEDY, size, record=True)
+        alone, emission = begin(target, drafter, prompt[0], GREEDY, size, Record(scores=True))
         assert int(drafter.num_rows) == 9
-        results.append((state, emission, drafter.draft(state.root)))
+        results.append((alone.state, emission, drafter.draft(alone.state.root)))
     (one, first, tree), (other, second, same_tree) = results
     assert first.tokens == second.tokens
     torch.testing.assert_close(first.logits, second.logits)
@@ -163,7 +163,7 @@ def test_prompt_candidates_are_the_targets_best_ids_of_every_position(monkeypatc
     target, drafter = make_drafter(model, random_head(model), VocabularyConfig(prompt_candidates=4), TreeConfig())
     seen = []
     monkeypatch.setattr(drafter.vocabulary, "begin", lambda *arguments: seen.append(arguments))
-    prefill(target, drafter, prompt[0], GREEDY, chunk=4, record=False)
+    begin(target, drafter, prompt[0], GREEDY, chunk=4)
     [(tokens, candidates)] = seen
     assert tokens.tolist() == prompt[0].tolist()
     assert candidates.tolist() == model(prompt).logits[0].topk(4).indices.tolist()
@@ -183,8 +183,8 @@ def test_recorded_logits_are_those_of_the_path(rule: TokenRule) -> None:
     model = tiny_llama(dtype=torch.float64)
     prompt = random_prompt(model, 5)
     text = plain(model, prompt, max_new_tokens=12)[0].tolist()
-    target, drafter, state = start(model, prompt, last_branch_right, text, rule=rule)
-    emission = step(target, drafter, state, rule, record=True)
+    _, alone = start(model, prompt, last_branch_right, text, rule=rule)
+    emission = alone.step(Record(scores=True))
     assert len(emission.tokens) == 7
     expected = model(torch.tensor([text[:12]])).logits[0, 5:].float()
     torch.testing.assert_close(emission.logits, expected, rtol=0, atol=1e-5)
@@ -200,7 +200,16 @@ def test_source_of_a_round_reads_the_device_once() -> None:
     )
     assert waits.findall(inspect.getsource(step)) == [".tolist("]
     generator = microspec_hf.MicroSpecCandidateGenerator
-    for part in (loop._target_pass, generator.draft, generator.learn, generator.commit, generator.feed, generator._run):
+    for part in (
+        loop._target_pass,
+        loop._tree_inputs,
+        generator.draft,
+        generator.hold,
+        generator.learn,
+        generator.commit,
+        generator.feed,
+        generator._run,
+    ):
         assert waits.findall(inspect.getsource(part)) == []
 
 
@@ -247,10 +256,10 @@ def test_a_round_reads_nothing_back(rule: TokenRule, vocabulary: VocabularyConfi
     """Nothing but the one `.tolist()`, which the dispatcher does not see; the ops look at CPU tensors for speed."""
     model, head = controlled_pair(scale=0.1)
     target, drafter = make_drafter(model, head, vocabulary, TreeConfig())
-    state, _ = prefill(target, drafter, random_prompt(model)[0], rule, 512, record=False)
+    alone, _ = begin(target, drafter, random_prompt(model)[0], rule, chunk=512)
     with Reads() as reads:
         for _ in range(2):
-            step(target, drafter, state, rule, record=False)
+            alone.step()
     assert [where for where in reads.where if not where.startswith("ops/")] == []
 
 
@@ -269,8 +278,8 @@ def test_shapes_of_a_round_do_not_depend_on_what_is_accepted() -> None:
     text = plain(model, prompt, max_new_tokens=30)[0].tolist()
     shapes = []
     for script in (lambda u, v, r: perfect(u, v, r), lambda u, v, r: [(n, (t + 1) % v) for n, t in enumerate(u)]):
-        target, drafter, state = start(model, prompt, script, text)
-        step(target, drafter, state, GREEDY, record=False)
+        drafter, alone = start(model, prompt, script, text)
+        alone.step()
         shapes.append((drafter.pending_hidden.shape, drafter.pending_tokens.shape, drafter.num_pending.shape))
     assert shapes[0] == shapes[1]
 

@@ -17,6 +17,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     T5Config,
@@ -26,8 +27,9 @@ from transformers import (
 import microspec_hf
 from microspec_hf import EagleConfig, EagleHead
 from microspec_hf.hf import caller_cache
+from microspec_hf.hf.cache import refuse_cache
 from tests.doubles import plain, random_head, random_prompt, speculate
-from tests.tiny import tiny_llama, tiny_qwen2
+from tests.tiny import tiny_llama, tiny_mistral, tiny_qwen2
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"return_dict_in_generate": True, "output_attentions": True},
         ["output_attentions", "rejected", "model(sequences"],
     ),
-    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, ["output_hidden_states"]),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 3, 48)}, ["inputs_embeds", "input_ids"]),
     "vocabulary": ({"microspec": {"vocabulary": "pruned"}}, ["kind", "'full', 'static', 'dynamic'", "'pruned'"]),
     "window": ({"microspec": {"vocabulary": {"max_rows": 0}}}, ["max_rows", "at least 1"]),
@@ -141,12 +142,25 @@ def cache_name(model: PreTrainedModel) -> str:
     return microspec_hf.hf.cache_argument(model.forward)  # type: ignore[attr-defined]
 
 
-def test_cache_that_holds_a_text(model: PreTrainedModel) -> None:
+def test_cache_that_holds_the_whole_text(model: PreTrainedModel) -> None:
     prompt = random_prompt(model)
+    first = plain(model, prompt, max_new_tokens=2, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match=r"already holds 8 tokens, but input_ids has only 8"):
+        refuse_cache(first[cache_name(model)], num_tokens=8)
+
+
+def test_cache_whose_rows_are_in_no_order(model: PreTrainedModel) -> None:
+    cache = StaticCache(config=tiny_mistral(5).config, max_cache_len=20)
+    cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
+    with pytest.raises(ValueError, match=r"layers of type StaticSlidingWindowLayer .* Pass a DynamicCache"):
+        refuse_cache(cache, num_tokens=8)
+
+
+def test_cache_that_holds_several_texts(model: PreTrainedModel) -> None:
+    prompt = random_prompt(model).repeat(2, 1)
     first = plain(model, prompt[:, :4], max_new_tokens=2, return_dict_in_generate=True)
-    cache = first[cache_name(model)]
-    with refused(model, "already holds 5 tokens", "whole text"):
-        speculate(model, prompt, max_new_tokens=3, **{cache_name(model): cache})
+    with refused(model, "already holds 5 tokens", "one prompt"):
+        speculate(model, prompt, max_new_tokens=3, **{cache_name(model): first[cache_name(model)]})
 
 
 def test_empty_cache_is_no_reason_to_refuse(model: PreTrainedModel) -> None:
@@ -166,14 +180,14 @@ def test_cache_of_a_kind_that_cannot_be_rolled_back() -> None:
         pass
 
     with pytest.raises(ValueError, match=r"QuantizedCache cannot be rolled back .* Leave the cache out"):
-        caller_cache({"past_key_values": QuantizedCache()})
-    with pytest.raises(ValueError, match=r"A tuple cannot be rolled back"):
-        caller_cache({"past_key_values": ((torch.zeros(1), torch.zeros(1)),)})
+        caller_cache({"past_key_values": QuantizedCache()}, [torch.zeros(3)], 3)
+    with pytest.raises(ValueError, match=r"must be a transformers.Cache, got a tuple"):
+        caller_cache({"past_key_values": ((torch.zeros(1), torch.zeros(1)),)}, [torch.zeros(3)], 3)
 
 
 def test_forward_arguments_that_would_be_dropped() -> None:
     with pytest.raises(ValueError, match=r"does not pass token_type_ids on to the model"):
-        caller_cache({"token_type_ids": torch.zeros(1, 3), "use_cache": True})
+        caller_cache({"token_type_ids": torch.zeros(1, 3), "use_cache": True}, [torch.zeros(3)], 3)
 
 
 # Targets -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,13 @@ def measure_acceptance(
 ) -> list[SpeculationStats]:
     """Answer the first turn of every prompt greedily under one configuration: the counters of each answer.
 
+    Every pass drafts (`fallback` is off), so that no counter depends on measured times.
+
     Args:
         tokenizer: the target's, or a function that gives a prompt's ids int64 `[1, L]`.
         on_progress: called after each answer.
     """
+    config = replace(config, fallback=False)
     stats = []
     for prompt in prompts:
         stats.append(decode(model, drafter, prompt_ids(tokenizer, prompt), config, max_new_tokens)[1])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 
@@ -20,7 +20,7 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """K and V of one layer in one buffer `[1, heads, capacity, head_dim]`, written at the rows the cache names."""
+    """K and V of one layer in one buffer `[B, heads, capacity, head_dim]`, written at the rows the cache names."""
 
     is_compileable = True
     is_croppable = True
@@ -41,9 +41,16 @@ class TreeCacheLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         rows = self.cache.rows.to(key_states.device)
-        self.keys.index_copy_(2, rows, key_states)
-        self.values.index_copy_(2, rows, value_states)
+        _write(self.keys, rows, key_states)
+        _write(self.values, rows, value_states)
         return self.keys[:, :, : self.cache.view], self.values[:, :, : self.cache.view]
+
+    def allocate(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Empty buffers for states like these; each with the states that it is for."""
+        self.lazy_initialization(keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        return (self.keys, keys), (self.values, values)
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
@@ -52,6 +59,13 @@ class TreeCacheLayer(CacheLayerMixin):
             extra = capacity - self.keys.shape[2]
             self.keys = nn.functional.pad(self.keys, (0, 0, 0, extra))
             self.values = nn.functional.pad(self.values, (0, 0, 0, extra))
+
+    def take(self, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+        """Hold the texts of these buffers, one behind the other; None: a layer that never held any."""
+        held = [(k, v) for k, v in zip(keys, values, strict=True) if k is not None and v is not None]
+        if held:
+            self.keys, self.values = torch.cat([k for k, _ in held]), torch.cat([v for _, v in held])
+            self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.view, 0
@@ -63,14 +77,25 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
+def _write(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
+    """Put `states` `[B, heads, T, head_dim]` into the rows `[B, T]` of a buffer."""
+    if rows.shape[0] == 1:
+        buffer.index_copy_(2, rows[0], states)
+    else:
+        buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)
+
+
 class TreeCache(Cache):
     """A KV cache whose rows are written where the caller says, so that a tree's rows can be kept, moved or left behind.
+
+    It holds the rows of B texts, which need not be equally long.
 
     Every layer is a full-length buffer, also those of sliding-window layers: a window is a matter of the mask, and a
     row that was overwritten could not be rolled back.
 
-    `prepare(rows, view)` is called before each forward: `rows` int64 `[T]` are the buffer rows of the T tokens, `view`
-    how many rows attention sees. `length` counts the committed rows, which never change again.
+    `prepare(rows, view)` is called before each forward: `rows` int64 `[B, T]` are the buffer rows of each text's T
+    tokens, `view` how many rows attention sees. `length` counts the committed rows of the longest text, which never
+    change again.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0):
@@ -79,7 +104,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.length = 0
         self.view = 0
-        self.rows = torch.empty(0, dtype=torch.int64)
+        self.rows = torch.empty(1, 0, dtype=torch.int64)
 
     def prepare(self, rows: Tensor, view: int) -> None:
         self.reserve(view)
@@ -88,20 +113,100 @@ class TreeCache(Cache):
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows; growth is by half, so that a long text reallocates a few times only."""
         if capacity > self.capacity:
-            self.capacity = -(-max(capacity, self.capacity * 3 // 2) // 64) * 64
-            for layer in self.rows_of:
-                layer.grow(self.capacity)
+            self.grow(-(-max(capacity, self.capacity * 3 // 2) // 64) * 64)
 
-    def buffers(self) -> list[Tensor]:
-        """K and V buffers of all layers that hold any, `[1, heads, capacity, head_dim]` each."""
-        return [buffer for layer in self.rows_of for buffer in (layer.keys, layer.values) if buffer is not None]
+    def grow(self, capacity: int) -> None:
+        """Make room for exactly `capacity` rows, at least as many as there are."""
+        self.capacity = capacity
+        for layer in self.rows_of:
+            layer.grow(capacity)
+
+    def buffers(self, text: int = 0) -> list[Tensor]:
+        """K and V of one text in all layers that hold any: views `[1, heads, capacity, head_dim]`."""
+        held = [buffer for layer in self.rows_of for buffer in (layer.keys, layer.values) if buffer is not None]
+        return [buffer[text : text + 1] for buffer in held]
+
+    @classmethod
+    def stack(cls, caches: Sequence[TreeCache]) -> TreeCache:
+        """The texts of several caches as one batch; a cache that is alone stays itself."""
+        if len(caches) == 1:
+            return caches[0]
+        joint = cls(len(caches[0].rows_of))
+        joint.length = max(cache.length for cache in caches)
+        joint.capacity = max(cache.capacity for cache in caches)
+        for cache in caches:
+            cache.grow(joint.capacity)
+        for index, layer in enumerate(joint.rows_of):
+            parts = [cache.rows_of[index] for cache in caches]
+            layer.take([part.keys for part in parts], [part.values for part in parts])
+        return joint
+
+    def keep(self, texts: Sequence[int]) -> None:
+        """Drop all texts but these, which are renumbered in this order."""
+        for layer in self.rows_of:
+            if layer.is_initialized:
+                assert layer.keys is not None
+                assert layer.values is not None
+                chosen = torch.tensor(texts, device=layer.keys.device)
+                layer.take([layer.keys.index_select(0, chosen)], [layer.values.index_select(0, chosen)])
 
 
-def export_cache(config: Any, cache: TreeCache, length: int) -> dict[str, Cache]:
-    """The first `length` rows as the cache that plain `generate` returns, under this version's output field."""
-    plain = DynamicCache(config=config)
+def cache_field() -> str:
+    """Name of the cache in this version's `generate` output."""
+    return "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+
+
+def import_cache(source: Cache, cache: TreeCache) -> None:
+    """Begin with the tokens that a cache of `generate` holds; see `refuse_cache`."""
+    length = int(source.get_seq_length())
+    if length == 0:
+        return
+    cache.reserve(length)
     for index, layer in enumerate(cache.rows_of):
-        if layer.keys is not None and layer.values is not None:
-            plain.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
-    field = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-    return {field: plain}
+        held: Any = source.layers[index]
+        if not held.is_initialized:  # a layer that shares another one's K and V
+            continue
+        keys: Tensor = held.keys
+        # Sliding-window layers keep their latest rows only; the others are outside of every window to come.
+        first = length - keys.shape[2] if isinstance(held, DynamicLayer) else 0
+        for buffer, rows in layer.allocate(keys, held.values):
+            buffer[:, :, first:length] = rows[:, :, : length - first]
+    cache.length = length
+
+
+def export_cache(cache: TreeCache, length: int, target: Cache) -> None:
+    """Append the first text's rows up to `length` to those that a cache of `generate` holds."""
+    first = int(target.get_seq_length())
+    for index, layer in enumerate(cache.rows_of):
+        if layer.keys is not None and layer.values is not None and length > first:
+            keys, values = (buffer[:1, :, first:length].clone() for buffer in (layer.keys, layer.values))
+            target.update(keys, values, index)
+
+
+def refuse_cache(cache: Cache, num_tokens: int) -> None:
+    """Refuse a cache that cannot be read, or that does not hold the beginning of a text of `num_tokens`.
+
+    Raises:
+        ValueError: always with the way out.
+    """
+    if type(cache).__name__ in ("QuantizedCache", "EncoderDecoderCache"):
+        raise ValueError(
+            f"A {type(cache).__name__} cannot be rolled back after a rejected draft. "
+            "Leave the cache out; speculation brings its own."
+        )
+    length = int(cache.get_seq_length())
+    if length == 0:
+        return
+    if strange := sorted({type(layer).__name__ for layer in cache.layers} - _READABLE):
+        raise ValueError(
+            f"A cache with layers of type {', '.join(strange)} cannot be read as the beginning of a text. "
+            "Pass a DynamicCache, or the whole text as input_ids without a cache."
+        )
+    if length >= num_tokens:
+        raise ValueError(
+            f"The cache already holds {length} tokens, but input_ids has only {num_tokens}. Pass the whole text as "
+            "input_ids: the cached tokens and at least one more."
+        )
+
+
+_READABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}

@@ -52,9 +52,10 @@ _PROMPT, _NODES, _PATHS = [1, 2, 3, 4], [5, 6, 7, 8], [[5], [5, 6], [5, 7], [5, 
 def _tree_logits(target: Target) -> Tensor:
     cache, device = target.new_cache(), target.device
     length, columns = len(_PROMPT), torch.arange(8, device=device)
-    cache.prepare(columns[:length], length)
+    cache.prepare(columns[None, :length], length)
     causal = torch.where(columns[:length] <= columns[:length, None], columns[:length], -1)
-    target.forward(torch.tensor(_PROMPT, device=device) % target.vocab_size, columns[:length], causal, cache)
+    prompt, nodes = (torch.tensor([ids], device=device) % target.vocab_size for ids in (_PROMPT, _NODES))
+    target.forward(prompt, columns[None, :length], causal[None], cache)
     cache.length = length
 
     positions = torch.tensor([4, 5, 5, 6], device=device)
@@ -62,9 +63,8 @@ def _tree_logits(target: Target) -> Tensor:
     for node, (path, position) in enumerate(zip(_PATHS, positions.tolist(), strict=True)):
         for other, token in enumerate(_NODES):
             visible[node, length + other] = positions[other] if token in path and positions[other] <= position else -1
-    cache.prepare(columns[length:], 8)
-    hidden = target.forward(torch.tensor(_NODES, device=device) % target.vocab_size, positions, visible, cache)
-    return target.head(hidden).float()
+    cache.prepare(columns[None, length:], 8)
+    return target.head(target.forward(nodes, positions[None], visible[None], cache)[0][0]).float()
 
 
 def _plain_logits(target: Target) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -16,6 +17,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from microspec_hf.hf.cache import refuse_cache
 from microspec_hf.hf.target import Target
 
 
@@ -40,31 +42,39 @@ def refuse_request(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         )
 
 
-def caller_cache(model_kwargs: dict[str, Any]) -> None:
-    """Refuse forward arguments that the loop would not pass on, and a cache that already holds a text."""
+def caller_cache(model_kwargs: dict[str, Any], prompts: Sequence[Tensor], width: int) -> Cache:
+    """The cache that the call fills: the caller's, or the new one that `generate` made.
+
+    Args:
+        model_kwargs: what `generate` prepared for the forward.
+        prompts: the prompts without their padding.
+        width: columns of input_ids.
+
+    Raises:
+        ValueError: the cache cannot be served, or there are forward arguments that the loop would not pass on.
+    """
     understood = {"attention_mask", "position_ids", "cache_position", "use_cache", "cache", "past_key_values"}
     harmless = {"logits_to_keep", "num_logits_to_keep", "synced_gpus", "tokenizer", "assistant_tokenizer"}
-    harmless |= {"output_attentions", "output_hidden_states"}  # `generation` has refused them where they would be seen
+    harmless |= {"output_attentions", "output_hidden_states"}  # `generation` answers them
     unknown = [k for k, v in model_kwargs.items() if v is not None and k not in understood | harmless]
     if unknown:
         raise ValueError(
             f"Speculation does not pass {', '.join(unknown)} on to the model, so that the text would differ. "
             "Leave it out, or call generate without custom_generate."
         )
-    for name in ("cache", "past_key_values"):
-        cache = model_kwargs.get(name)
-        if cache is None:
-            continue
-        if not isinstance(cache, Cache) or type(cache).__name__ in ("QuantizedCache", "EncoderDecoderCache"):
-            raise ValueError(
-                f"A {type(cache).__name__} cannot be rolled back after a rejected draft. "
-                "Leave the cache out; speculation brings its own."
-            )
-        if int(cache.get_seq_length()) > 0:
-            raise ValueError(
-                f"The cache that was passed already holds {int(cache.get_seq_length())} tokens, for which the drafter "
-                "has no hidden states. Pass the whole text as input_ids and leave the cache out."
-            )
+    given = [model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None]
+    if not given:
+        return DynamicCache()
+    cache = given[0]
+    if not isinstance(cache, Cache):
+        raise ValueError(f"The cache must be a transformers.Cache, got a {type(cache).__name__}.")
+    refuse_cache(cache, width)
+    if int(cache.get_seq_length()) > 0 and (len(prompts) > 1 or prompts[0].shape[0] < width):
+        raise ValueError(
+            f"A cache that already holds {int(cache.get_seq_length())} tokens can be continued for one prompt without "
+            "padding only. Pass the texts one at a time, or leave the cache out."
+        )
+    return cache
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
@@ -81,8 +91,8 @@ def refuse_processors_of_batch(processors: LogitsProcessorList) -> None:
     )
     if names := [type(processor).__name__ for processor in processors if isinstance(processor, together)]:
         raise ValueError(
-            f"{', '.join(names)} must see all rows of a batch at once, but speculation writes one row after the other. "
-            "Pass one prompt at a time."
+            f"{', '.join(names)} must see all rows of a batch at once, but with speculation they do not grow by "
+            "the same number of tokens. Pass one prompt at a time."
         )
 
 

@@ -49,43 +49,51 @@ class Target:
     def new_cache(self) -> TreeCache:
         return TreeCache(int(self.config.num_hidden_layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> Tensor:
-        """Hidden rows `[T, H]` after the final norm, exactly what the head consumes.
+    def forward(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, every_layer: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Hidden rows `[B, T, H]` after the final norm, exactly what the head consumes.
 
         Args:
-            tokens: int64 `[T]`.
-            positions: int64 `[T]`.
-            visible: int64 `[T, view]`, the position of each cache row that a token may attend to, -1 for the others.
-            cache: prepared with the rows of the T tokens.
+            tokens: int64 `[B, T]`.
+            positions: int64 `[B, T]`.
+            visible: int64 `[B, T, view]`, the position of each cache row that a token may attend to, -1 for the others.
+            cache: prepared with the rows of the tokens.
+            every_layer: also give what `output_hidden_states` does: the embeddings and each layer's output `[B, T, H]`.
+
+        Returns:
+            hidden: on the device of the head.
+            layers: empty unless asked for.
         """
         masks = {kind: additive_mask(visible, positions, window, self.dtype) for kind, window in self.windows.items()}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         output = self.decoder(
-            input_ids=tokens[None],
+            input_ids=tokens,
             attention_mask=mask,
-            position_ids=positions[None],
+            position_ids=positions,
             use_cache=True,
+            output_hidden_states=every_layer,
             **{self._cache_argument: cache},
         )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden.to(self.head.weight.device)
+        layers: tuple[Tensor, ...] = output.hidden_states if every_layer else ()
+        return output.last_hidden_state.to(self.head.weight.device), layers
 
 
 def additive_mask(visible: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Float mask `[1, 1, T, view]`: 0 where a token may look, the dtype's lowest value elsewhere.
+    """Float mask `[B, 1, T, view]`: 0 where a token may look, the dtype's lowest value elsewhere.
 
     Float and never bool: eager attention adds a bool mask as 0 and 1, without an error (algorithms, pitfall 5).
 
     Args:
-        visible: int64 `[T, view]`, positions of the visible rows, -1 elsewhere.
-        positions: int64 `[T]`, positions of the tokens.
+        visible: int64 `[B, T, view]` or `[T, view]`, positions of the visible rows, -1 elsewhere.
+        positions: int64 `[B, T]` or `[T]`, positions of the tokens.
         window: a sliding window of this many positions, or None.
     """
     allowed = visible >= 0
     if window is not None:
-        allowed &= visible > positions[:, None] - window
+        allowed &= visible > positions[..., None] - window
     mask = torch.full(visible.shape, torch.finfo(dtype).min, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(allowed, 0.0)[None, None]
+    return mask.masked_fill_(allowed, 0.0).view(-1, 1, *visible.shape[-2:])
 
 
 def _windows(config: Any) -> dict[str, int | None]:

@@ -48,7 +48,7 @@ def test_unrolled_steps_equal_incremental_drafting(head, batch):
 def _run(head, cache, embedded, hidden, start):
     positions = torch.arange(start, start + len(hidden))
     columns = torch.arange(start + len(hidden))
-    cache.prepare(positions, len(columns))
+    cache.prepare(positions[None], len(columns))
     mask = additive_mask(torch.where(columns <= positions[:, None], 0, -1), positions, None, torch.float64)
     return head(embedded[None], hidden[None], positions[None], mask, cache)[0]
 

@@ -1,0 +1,123 @@
+"""From prompts to finished texts: stopping, streaming, the batch that shrinks, and what is recorded on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
+from microspec_hf.config import MicroSpecConfig
+from microspec_hf.hf import Target, TreeCache
+from microspec_hf.loop import Emission, Record, Text, prefill, step
+from microspec_hf.pace import Pace
+from microspec_hf.stats import SpeculationStats
+from microspec_hf.stopping import Stops
+from microspec_hf.verification import TokenRule
+
+
+@dataclass
+class Progress:
+    """One sequence on its way to the caller: the text, its end, and what was recorded of its tokens.
+
+    Args:
+        length: tokens that are kept so far, the prompt included.
+    """
+
+    text: Text
+    length: int
+    logits: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    hidden_states: list[tuple[Tensor, ...]] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def new_ids(self) -> Tensor:
+        return self.text.state.ids[self.text.state.prompt_length : self.length]
+
+    def take(self, emission: Emission, stops: Stops, streamer: Any) -> bool:
+        """Offer the new tokens to the stopping criteria one by one, keep those up to a stop; True: the text ends."""
+        count, stopped = _take(self.text, self.length, emission, stops, streamer)
+        self.length += count
+        if emission.logits is not None and emission.scores is not None:
+            self.logits += emission.logits[:count].split(1)
+            self.scores += emission.scores[:count].split(1)
+        if emission.hidden_states:
+            rows = [layer if self.hidden_states else layer[None] for layer in emission.hidden_states]
+            if self.hidden_states:
+                self.hidden_states += [tuple(layer[None, i : i + 1] for layer in rows) for i in range(count)]
+            else:  # of the whole prompt, for its one token
+                self.hidden_states.append(tuple(rows))
+        return stopped
+
+    def finish(self) -> None:
+        """Read the counters; the text is not written on."""
+        seen = self.text.drafter.vocabulary.statistics()
+        self.stats.new_tokens = self.length - self.text.state.prompt_length
+        self.stats.coverage, self.stats.mean_active_vocabulary = seen.coverage, seen.mean_active
+        self.stats.rows_gathered, self.stats.evicted = seen.rows_gathered, seen.evicted
+
+
+def write(
+    target: Target,
+    drafters: Sequence[tuple[MicroSpecCandidateGenerator, TokenRule, Tensor]],
+    caches: Sequence[TreeCache],
+    config: MicroSpecConfig,
+    stops: Stops,
+    streamer: Any,
+    record: Record,
+) -> tuple[list[Progress], TreeCache]:
+    """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
+    started = time.perf_counter()
+    everyone, active, waiting = [], [], []
+    for (drafter, rule, prompt), cache in zip(drafters, caches, strict=True):
+        text, emission = prefill(target, drafter, prompt, rule, config.prefill_chunk, record, cache)
+        progress = Progress(text, prompt.shape[0])
+        progress.stats = SpeculationStats(num_levels=drafter.tree.num_levels, tree=vars(drafter.tree).copy())
+        everyone.append(progress)
+        if not progress.take(emission, stops, streamer):
+            active.append(progress)
+            waiting.append(cache)
+    prefilled = time.perf_counter()
+    joint = TreeCache.stack(waiting) if waiting else caches[0]
+    pace = Pace()
+    while active:
+        drafts = pace.drafts
+        emissions = step(target, [progress.text for progress in active], joint, record, drafts)
+        if config.fallback:
+            pace.record(sum(len(emission.tokens) for emission in emissions) / len(emissions))
+        for progress, emission in zip(active, emissions, strict=True):
+            if drafts:
+                progress.stats.emitted.append(len(emission.tokens))
+            else:
+                progress.stats.plain_steps += 1
+        going = [not p.take(emission, stops, streamer) for p, emission in zip(active, emissions, strict=True)]
+        if any(going) and not all(going):
+            joint.keep([row for row, goes in enumerate(going) if goes])
+        active = [progress for progress, goes in zip(active, going, strict=True) if goes]
+    for progress in everyone:
+        progress.finish()
+        progress.stats.switches = [asdict(switch) for switch in pace.switches]
+        progress.stats.prefill_seconds = prefilled - started
+        progress.stats.decode_seconds = time.perf_counter() - prefilled
+    return everyone, joint
+
+
+def _take(text: Text, length: int, emission: Emission, stops: Stops, streamer: Any) -> tuple[int, bool]:
+    """How many of the new tokens are kept behind the first `length`, and whether the text ends with them."""
+    if hasattr(streamer, "begin_round"):  # beyond transformers' interface: tells accepted drafts from the bonus token
+        streamer.begin_round(len(emission.tokens))
+    padding = text.rule.padding
+    ids = text.state.ids if padding is None else torch.cat([padding, text.state.ids])
+    length += 0 if padding is None else padding.shape[0]
+    for count, token in enumerate(emission.tokens, start=1):
+        if streamer is not None:
+            streamer.put(torch.tensor([token]))
+        scores = None if emission.scores is None else (emission.scores[count - 1 : count],)
+        if stops(ids[: length + count], token, scores):
+            return count, True
+    return len(emission.tokens), False
