@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +26,21 @@ DEPTHS = (0, 1, 2, 3, 4, 5)
 CONTEXT = 128
 """Tokens in the cache while costs are measured."""
 
-_chosen: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[EagleHead, TreeConfig]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree, and what a round with it costs.
+
+    Args:
+        tree: the tree.
+        cost: of a round, in plain steps: so many tokens a round must yield to be worth it.
+    """
+
+    tree: TreeConfig
+    cost: float
+
+
+_chosen: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[EagleHead, Choice]] = WeakKeyDictionary()
 
 
 def candidate_trees() -> list[TreeConfig]:
@@ -37,13 +52,13 @@ def candidate_trees() -> list[TreeConfig]:
     return [TreeConfig(d, k, n) for d, k, n in shapes if n <= k + d * k**2 + 1]
 
 
-def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
+def choose_tree(target: Target, head: EagleHead) -> Choice:
     """Measure once for each pair of target and head, then answer from memory."""
     chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
     if head not in chosen:
         rows = sorted({tree.top_k for tree in candidate_trees()})
         chosen[head] = best_tree(
-            target_cost={width: _target_seconds(target, width) for width in WIDTHS},
+            target_cost={width: _target_seconds(target, width) for width in (1, *WIDTHS)},
             draft_cost={k: _draft_seconds(target, head, k) for k in rows},
             table=head.config.expected_acceptance,
         )
@@ -52,21 +67,21 @@ def choose_tree(target: Target, head: EagleHead) -> TreeConfig:
 
 def best_tree(
     target_cost: Mapping[int, float], draft_cost: Mapping[int, float], table: dict[str, dict[str, float]]
-) -> TreeConfig:
+) -> Choice:
     """The tree with the most expected tokens a second.
 
     Args:
-        target_cost: seconds of one target pass over so many nodes.
+        target_cost: seconds of one target pass over so many nodes; one node is a plain step.
         draft_cost: seconds of one drafter pass over so many rows (top-k).
         table: expected acceptance length by depth and nodes, JSON keys; empty: a prior of EAGLE-2's published means.
     """
     trees = [t for t in candidate_trees() if not table or str(t.depth) in table]  # measured and guessed do not compare
 
-    def tokens_per_second(tree: TreeConfig) -> float:
-        seconds = target_cost[tree.num_nodes] + (tree.depth + 1) * draft_cost[tree.top_k]
-        return expected_acceptance(tree, table) / seconds
+    def seconds(tree: TreeConfig) -> float:
+        return target_cost[tree.num_nodes] + (tree.depth + 1) * draft_cost[tree.top_k]
 
-    return max(trees, key=tokens_per_second)
+    best = max(trees, key=lambda tree: expected_acceptance(tree, table) / seconds(tree))
+    return Choice(best, seconds(best) / target_cost[1])
 
 
 def expected_acceptance(tree: TreeConfig, table: dict[str, dict[str, float]]) -> float:

@@ -39,6 +39,7 @@ from microspec_hf.hf import (
     refuse_request,
 )
 from microspec_hf.loop import Record
+from microspec_hf.pace import Pace
 from microspec_hf.stats import SpeculationStats
 from microspec_hf.stopping import Stops, without_stop_strings
 from microspec_hf.verification import TokenRule
@@ -169,16 +170,19 @@ def generate(
         refuse_processors_of_batch(logits_processor)
     make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), top_k=1)  # refuses lists that do not fit
     check_tree_pass(target)
-    tree = choose_tree(target, head) if config.tree == "auto" else config.tree
-    assert isinstance(tree, TreeConfig)
+    if isinstance(config.tree, TreeConfig):
+        tree, pace = config.tree, Pace()
+    else:
+        choice = choose_tree(target, head)
+        tree, pace = choice.tree, Pace(surely_pays=choice.cost)
     rows = []
     for row, (padding, prompt) in enumerate(prompts):
         rule = TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding)
-        vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k)
+        vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k, tree.num_nodes)
         rows.append((MicroSpecCandidateGenerator(target, head, vocabulary, tree), rule, prompt))
     caches = [target.new_cache() for _ in rows]
     import_cache(cache, caches[0])
-    texts, rest = write(target, rows, caches, config, stops, streamer, _record(generation_config))
+    texts, rest = write(target, rows, caches, config, stops, streamer, _record(generation_config), pace)
     if len(texts) == 1:
         export_cache(rest, texts[0].length - 1, cache)
     return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)

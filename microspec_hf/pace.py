@@ -17,7 +17,7 @@ MARGIN = 1.05
 PROBES = 2
 """Plain steps that measure what one costs."""
 SURELY_PAYS = 3.0
-"""Tokens a round from which nothing is measured: hardly any round costs as much as so many plain steps."""
+"""Plain steps that hardly any round costs."""
 PATIENCE = 16
 """Plain steps before drafting is tried again; doubled each time that it fails again."""
 MOST_PATIENCE = 256
@@ -45,6 +45,8 @@ class Pace:
 
     Args:
         clock: gives seconds.
+        surely_pays: what a round costs in plain steps, as far as it is known. As long as it yields clearly more tokens,
+            nothing is measured.
         switches: what was decided, in order.
         plain_steps: steps that did not draft, probes included.
     """
@@ -52,6 +54,7 @@ class Pace:
     clock: Callable[[], float] = time.perf_counter
     switches: list[Switch] = field(default_factory=list)
     plain_steps: int = 0
+    surely_pays: float = SURELY_PAYS
 
     def __post_init__(self) -> None:
         self._rounds: list[tuple[float, float]] = []  # seconds and tokens of the latest rounds
@@ -83,7 +86,7 @@ class Pace:
 
     def _judge(self) -> None:
         seconds, tokens = (sum(column) for column in zip(*self._rounds, strict=True))
-        if tokens >= SURELY_PAYS * WINDOW:
+        if tokens >= MARGIN * self.surely_pays * WINDOW:
             return
         if not self._probed:
             self._probed, self._rest, self.drafts = True, PROBES, False

@@ -70,6 +70,7 @@ def write(
     stops: Stops,
     streamer: Any,
     record: Record,
+    pace: Pace,
 ) -> tuple[list[Progress], TreeCache]:
     """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
     started = time.perf_counter()
@@ -84,7 +85,6 @@ def write(
             waiting.append(cache)
     prefilled = time.perf_counter()
     joint = TreeCache.stack(waiting) if waiting else caches[0]
-    pace = Pace()
     while active:
         drafts = pace.drafts
         emissions = step(target, [progress.text for progress in active], joint, record, drafts)

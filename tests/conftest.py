@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from microspec_hf import models, pace, writing
+from microspec_hf import generation, models, pace
 from tests import tiny
 
 if "OMP_NUM_THREADS" not in os.environ:
@@ -27,7 +27,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 @pytest.fixture(autouse=True)
 def timeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """No decision of a test depends on measured times: a clock that stands still finds plain steps no faster."""
-    monkeypatch.setattr(writing, "Pace", functools.partial(pace.Pace, clock=lambda: 0.0))
+    monkeypatch.setattr(generation, "Pace", functools.partial(pace.Pace, clock=lambda: 0.0))
 
 
 class ChatModel(NamedTuple):

@@ -318,5 +318,5 @@ def make_drafter(
 
     target = Target(model)
     return target, MicroSpecCandidateGenerator(
-        target, head, make_vocabulary(vocabulary, target.head, [], tree.top_k), tree
+        target, head, make_vocabulary(vocabulary, target.head, [], tree.top_k, tree.num_nodes), tree
     )

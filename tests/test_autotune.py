@@ -20,7 +20,7 @@ TABLE = {
 
 
 def linear(base: float, per_node: float) -> dict[int, float]:
-    return {width: base + per_node * width for width in WIDTHS}
+    return {width: base + per_node * width for width in (1, *WIDTHS)}
 
 
 def drafts(cost: float) -> dict[int, float]:
@@ -36,30 +36,36 @@ def test_candidate_trees_can_be_filled_and_fill_themselves() -> None:
 
 
 def test_free_width_and_drafts_take_the_largest_tree() -> None:
-    assert best_tree(linear(1.0, 0.0), drafts(0.0), TABLE) == TreeConfig(5, 10, 60)
+    assert best_tree(linear(1.0, 0.0), drafts(0.0), TABLE).tree == TreeConfig(5, 10, 60)
 
 
 def test_dear_drafts_take_a_shallow_tree() -> None:
-    assert best_tree(linear(1.0, 0.0), drafts(2.0), TABLE).depth == 1
+    assert best_tree(linear(1.0, 0.0), drafts(2.0), TABLE).tree.depth == 1
 
 
 def test_dear_width_takes_a_narrow_tree() -> None:
-    wide = best_tree(linear(1.0, 0.0), drafts(0.01), TABLE)
-    narrow = best_tree(linear(1.0, 0.5), drafts(0.01), TABLE)
+    wide = best_tree(linear(1.0, 0.0), drafts(0.01), TABLE).tree
+    narrow = best_tree(linear(1.0, 0.5), drafts(0.01), TABLE).tree
     assert narrow.num_nodes < 12 < wide.num_nodes
+
+
+def test_cost_of_a_round_is_in_plain_steps() -> None:
+    costs = {width: 0.5 if width == 1 else 1.0 for width in (1, *WIDTHS)}
+    chosen = best_tree(costs, drafts(0.1), {"1": {"60": 2.0}})
+    assert chosen.cost == pytest.approx((1.0 + 2 * 0.1) / 0.5)
 
 
 def test_a_cost_that_jumps_is_not_smoothed_over() -> None:
     """A library that changes its algorithm at four rows: three nodes are the bargain, as on two CPU cores."""
-    costs = {width: 1.0 if width < 4 else 2.0 for width in WIDTHS}
-    assert best_tree(costs, drafts(0.03), {}).num_nodes == 3
+    costs = {width: 1.0 if width < 4 else 2.0 for width in (1, *WIDTHS)}
+    assert best_tree(costs, drafts(0.03), {}).tree.num_nodes == 3
 
 
 @pytest.mark.parametrize("table", [TABLE, {}], ids=["measured", "prior"])
 def test_best_tree_is_the_best_of_all(table: dict[str, dict[str, float]]) -> None:
     for per_node, draft_cost in ((0.0, 0.05), (0.02, 0.05), (0.1, 0.3)):
         cost = linear(1.0, per_node)
-        chosen = best_tree(cost, drafts(draft_cost), table)
+        chosen = best_tree(cost, drafts(draft_cost), table).tree
 
         def rate(tree: TreeConfig, cost: dict[int, float] = cost, draft_cost: float = draft_cost) -> float:
             return expected_acceptance(tree, table) / (cost[tree.num_nodes] + (tree.depth + 1) * draft_cost)
@@ -86,7 +92,7 @@ def test_prior_grows_with_depth_and_nodes() -> None:
 def test_measured_and_guessed_gains_are_not_compared() -> None:
     """Depths that the table lacks are not chosen, however good the prior says they are."""
     for per_node, draft_cost in ((0.0, 2.0), (0.0, 0.3), (0.02, 0.05)):
-        assert best_tree(linear(1.0, per_node), drafts(draft_cost), {"3": {"4": 1.1, "60": 1.2}}).depth == 3
+        assert best_tree(linear(1.0, per_node), drafts(draft_cost), {"3": {"4": 1.1, "60": 1.2}}).tree.depth == 3
 
 
 def test_another_head_has_a_tree_of_its_own() -> None:
@@ -94,7 +100,7 @@ def test_another_head_has_a_tree_of_its_own() -> None:
     for depth in ("2", "4"):
         head = random_head(target.model)
         head.config.expected_acceptance = {depth: {"8": 2.0, "60": 3.0}}
-        assert choose_tree(target, head).depth == int(depth)
+        assert choose_tree(target, head).tree.depth == int(depth)
 
 
 def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +115,9 @@ def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(autotune, "_target_seconds", counted)
     first = choose_tree(Target(model), head)
-    assert widths == list(WIDTHS)
+    assert widths == [1, *WIDTHS]
     assert choose_tree(Target(model), head) == first
-    assert widths == list(WIDTHS)
+    assert widths == [1, *WIDTHS]
 
 
 def test_measured_seconds_grow_with_the_work() -> None:

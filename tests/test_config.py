@@ -17,7 +17,7 @@ def test_defaults_are_the_papers() -> None:
     assert config.tree == TreeConfig(depth=5, top_k=10, num_nodes=60)
     assert config.vocabulary.kind == "dynamic"
     assert config.vocabulary.max_rows == 3072
-    assert (config.vocabulary.prompt_candidates, config.vocabulary.verify_candidates) == (3, 3)
+    assert (config.vocabulary.prompt_candidates, config.vocabulary.verify_candidates_of(60)) == (3, 3)
 
 
 def test_numbers_of_the_papers_tree() -> None:

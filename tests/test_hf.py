@@ -188,7 +188,7 @@ def test_architectures_that_ignore_the_tree_are_refused() -> None:
     )
     for model, words in (
         (GPTNeoForCausalLM(gpt_neo), "keeps attention windows of its own"),
-        (BloomForCausalLM(BloomConfig(**GPT_SIZES, hidden_size=32, n_layer=2, n_head=4)), "cannot take a tree"),
+        (BloomForCausalLM(BloomConfig(**GPT_SIZES, hidden_size=32, n_layer=2, n_head=4)), "ALiBi"),
         (BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)), "computes other logits"),
     ):
         with pytest.raises(ValueError, match=words) as error:

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from microspec_hf import pace, writing
+from microspec_hf import generation, pace
 from microspec_hf.pace import MARGIN, PATIENCE, PROBES, WINDOW, Pace
 from tests.doubles import SCRIPTS, controlled_pair, plain, random_prompt, scripted, speculate
 from tests.tiny import TINY_MODELS, tiny_llama
@@ -41,7 +41,7 @@ def test_drafting_that_pays_goes_on_after_one_measurement() -> None:
 
 
 def test_drafting_that_surely_pays_is_not_measured() -> None:
-    _, drafted = play(200, round_seconds=9.0, plain_seconds=1.0, tokens=3.0)
+    _, drafted = play(200, round_seconds=9.0, plain_seconds=1.0, tokens=3.2)
     assert all(drafted)
 
 
@@ -95,7 +95,7 @@ class Alternating(Pace):
 
 @pytest.fixture
 def alternating(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "Pace", Alternating)
+    monkeypatch.setattr(generation, "Pace", Alternating)
 
 
 @pytest.mark.usefixtures("alternating")
@@ -141,7 +141,7 @@ def test_switches_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
             clock.now += 2.0 if self.drafts else 1.0
             super().record(tokens)
 
-    monkeypatch.setattr(writing, "Pace", functools.partial(Costly, clock=clock))
+    monkeypatch.setattr(generation, "Pace", functools.partial(Costly, clock=clock))
     model = tiny_llama()
     prompt = random_prompt(model)
     expected = plain(model, prompt, max_new_tokens=60)

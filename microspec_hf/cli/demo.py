@@ -44,7 +44,7 @@ def demo(
     device: options.Device = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Watch a real model answer five prompts plainly and with MicroSpec, then see both timed.
+    """Watch a real model answer seven prompts plainly and with MicroSpec, then see both timed.
 
     Every prompt is first answered once each way for you to read, which also warms both up. Then plain
     generate() and MicroSpec answer in turn, without printing, and the medians are compared. Accepted drafts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from microspec_hf.hf.cache import TreeCache, cache_argument
 from microspec_hf.hf.head import read_head
+from microspec_hf.hf.rows import input_device
+from microspec_hf.hf.support import attention_windows, position_limit, refuse_length, refuse_unsupported
 
 
 class Target:
@@ -23,20 +23,21 @@ class Target:
         self.model = model
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
-        _refuse_unsupported(model, self.config, self.decoder)
+        refuse_unsupported(model, self.config, self.decoder)
         self.embeddings = model.get_input_embeddings()
         self.head = read_head(model, self.config)
-        self.windows = _windows(self.config)
+        self.windows = attention_windows(self.config)
+        self.position_limit = position_limit(self.config)
         self._cache_argument = cache_argument(self.decoder.forward)
 
     @property
     def device(self) -> torch.device:
         """Device of the inputs."""
-        return next(self.embeddings.parameters()).device
+        return input_device(self.embeddings)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype if self.head.weight.is_floating_point() else torch.float32
+        return self.head.dtype
 
     @property
     def hidden_size(self) -> int:
@@ -45,6 +46,10 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return int(self.head.weight.shape[0])
+
+    def refuse_length(self, prompt_length: int, max_length: float) -> None:
+        """Refuse a text of up to `max_length` tokens behind such a prompt where it cannot be exact."""
+        refuse_length(type(self.model).__name__, self.config, prompt_length, max_length)
 
     def new_cache(self) -> TreeCache:
         return TreeCache(int(self.config.num_hidden_layers))
@@ -76,7 +81,7 @@ class Target:
             **{self._cache_argument: cache},
         )
         layers: tuple[Tensor, ...] = output.hidden_states if every_layer else ()
-        return output.last_hidden_state.to(self.head.weight.device), layers
+        return output.last_hidden_state.to(self.head.device), layers
 
 
 def additive_mask(visible: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -94,45 +99,3 @@ def additive_mask(visible: Tensor, positions: Tensor, window: int | None, dtype:
         allowed &= visible > positions[..., None] - window
     mask = torch.full(visible.shape, torch.finfo(dtype).min, dtype=dtype, device=visible.device)
     return mask.masked_fill_(allowed, 0.0).view(-1, 1, *visible.shape[-2:])
-
-
-def _windows(config: Any) -> dict[str, int | None]:
-    """Attention window of each layer type of a model; one entry when all layers are alike."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if not kinds:
-        return {"all": window if getattr(config, "use_sliding_window", True) else None}
-    known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
-    return {kind: known[kind] for kind in sorted(kinds)}
-
-
-def _refuse_unsupported(model: PreTrainedModel, config: Any, decoder: nn.Module | None) -> None:
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder model; tree drafting needs a decoder-only causal language model. "
-            "Call generate without custom_generate."
-        )
-    if decoder is None or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no decoder and LM head that could be reached; it is not a causal language model.")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if strange := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"{name} has layers of type {', '.join(strange)}, whose state cannot be rolled back after a rejected "
-            "draft. Only full and sliding-window attention can be speculated on; call generate without custom_generate."
-        )
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise ValueError(
-            f"{name} keeps attention windows of its own, by the order of the cache's rows, which a tree of drafts does "
-            "not have. Call generate without custom_generate."
-        )
-    if model._is_stateful or not hasattr(config, "num_attention_heads"):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot be rolled back after a rejected draft. "
-            "Call generate without custom_generate."
-        )
-    if (attention := config._attn_implementation) not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{name} was loaded with attn_implementation={attention!r}, which cannot take a tree mask. "
-            'Load it with attn_implementation="sdpa" (or call model.set_attn_implementation("sdpa")).'
-        )

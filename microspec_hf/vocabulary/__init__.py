@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 
-def make_vocabulary(config: VocabularyConfig, head: TargetHead, stop_ids: Sequence[int], top_k: int) -> DraftVocabulary:
+def make_vocabulary(
+    config: VocabularyConfig, head: TargetHead, stop_ids: Sequence[int], top_k: int, num_nodes: int = 60
+) -> DraftVocabulary:
     """The vocabulary that a configuration describes, for one text.
 
     Args:
@@ -46,6 +48,7 @@ def make_vocabulary(config: VocabularyConfig, head: TargetHead, stop_ids: Sequen
         head: the target's LM head.
         stop_ids: ids that end a text; always active, or the drafter could never propose the end.
         top_k: children of a node of the draft tree.
+        num_nodes: nodes that the target checks in a round.
 
     Raises:
         ValueError: the configuration does not fit the head.
@@ -54,4 +57,4 @@ def make_vocabulary(config: VocabularyConfig, head: TargetHead, stop_ids: Sequen
         return FullVocabulary(head, top_k)
     if config.kind == "static":
         return StaticVocabulary(head, (config.token_ids or ())[: config.size], stop_ids, top_k)
-    return DynamicVocabulary(head, config, stop_ids, top_k)
+    return DynamicVocabulary(head, config, stop_ids, top_k, config.verify_candidates_of(num_nodes))

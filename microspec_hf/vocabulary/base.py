@@ -123,11 +123,10 @@ class PackedRows:
     def empty(cls, head: TargetHead, num_slots: int, top_k: int) -> PackedRows:
         """Free slots only: at least `num_slots` and top-k, rounded up to 64, which matrix products like."""
         capacity = _round_up(max(num_slots, top_k))
-        weight = head.weight
         return cls(
-            weight=weight.new_empty(capacity, weight.shape[1]),
+            weight=torch.empty(capacity, head.weight.shape[1], dtype=head.dtype, device=head.device),
             bias=None if head.bias is None else head.bias.new_empty(capacity),
-            token_of=torch.full((capacity,), -1, dtype=torch.int32, device=weight.device),
+            token_of=torch.full((capacity,), -1, dtype=torch.int32, device=head.device),
         )
 
     def first(self, num_slots: int, top_k: int) -> PackedRows:
@@ -144,7 +143,11 @@ class PackedRows:
 
     def gather(self, head: TargetHead, rows: Tensor, slots: Tensor, count: Tensor) -> None:
         """Copy `count` rows of the head; see `ops.gather_rows`."""
-        ops.gather_rows(self.weight, head.weight, rows, slots, count)
+        if head.stored is None:
+            ops.gather_rows(self.weight, head.weight, rows, slots, count)
+        else:  # dequantised without asking the device how many of them are wanted
+            wanted = head.rows(rows.long().clamp(0, head.weight.shape[0] - 1))
+            ops.gather_rows(self.weight, wanted, torch.arange(rows.shape[0], device=rows.device), slots, count)
         if self.bias is not None and head.bias is not None:
             ops.gather_rows(self.bias, head.bias, rows, slots, count)
 

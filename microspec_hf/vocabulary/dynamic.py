@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from microspec_hf import ops
-from microspec_hf.config import VocabularyConfig
+from microspec_hf.config import VERIFY_CANDIDATES, VocabularyConfig
 from microspec_hf.hf import TargetHead
 from microspec_hf.streams import SideStream
 from microspec_hf.tree import DraftTree, Verification
@@ -31,12 +31,20 @@ class DynamicVocabulary:
         config: window, candidates, pinned ids.
         stop_ids: ids that end a text.
         top_k: children of a node; more than there are active ids is allowed.
+        verify_candidates: K_ver.
 
     Raises:
         ValueError: the floor does not fit into the window.
     """
 
-    def __init__(self, head: TargetHead, config: VocabularyConfig, stop_ids: Sequence[int], top_k: int):
+    def __init__(
+        self,
+        head: TargetHead,
+        config: VocabularyConfig,
+        stop_ids: Sequence[int],
+        top_k: int,
+        verify_candidates: int = VERIFY_CANDIDATES,
+    ):
         if config.floor > config.max_rows:
             raise ValueError(
                 f"floor={config.floor} keeps more ids active than max_rows={config.max_rows} allows. "
@@ -44,9 +52,9 @@ class DynamicVocabulary:
             )
         self.head, self.top_k = head, top_k
         self.prompt_candidates = min(config.prompt_candidates, head.weight.shape[0])
-        self.verify_candidates = min(config.verify_candidates, head.weight.shape[0])
+        self.verify_candidates = min(verify_candidates, head.weight.shape[0])
         self.verify_nodes, self.is_stream = config.verify_nodes, config.window == "stream"
-        device, vocab_size = head.weight.device, head.weight.shape[0]
+        device, vocab_size = head.device, head.weight.shape[0]
 
         pinned = valid_ids((*stop_ids, *(config.token_ids or ())[: config.floor]), head)
         window = max(0, config.max_rows - len(pinned))

@@ -24,8 +24,8 @@ class FullVocabulary:
 
     def __init__(self, head: TargetHead, top_k: int):
         self.head, self.top_k = head, top_k
-        self._counters = Counters(head.weight.device)
-        self._size = torch.tensor(head.weight.shape[0], device=head.weight.device)
+        self._counters = Counters(head.device)
+        self._size = torch.tensor(head.weight.shape[0], device=head.device)
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
         """Nothing to learn."""
@@ -34,7 +34,7 @@ class FullVocabulary:
         """Nothing to copy."""
 
     def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        logits = self.head.project(hidden, self.head.weight, self.head.bias)
+        logits = self.head(hidden)
         logits = nn.functional.pad(logits, (0, max(0, k - logits.shape[1])), value=-torch.inf)
         scores, tokens = ops.draft_topk(logits, k)
         return scores, torch.where(scores > -torch.inf, tokens, -1)

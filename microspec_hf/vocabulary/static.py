@@ -42,9 +42,9 @@ class StaticVocabulary:
     def __init__(self, head: TargetHead, token_ids: Sequence[int], stop_ids: Sequence[int], top_k: int):
         _check_list(token_ids, head)
         self.head, self.top_k = head, top_k
-        self._counters = Counters(head.weight.device)
+        self._counters = Counters(head.device)
         self._list, num_gathered = _listed_rows(head, valid_ids((*token_ids, *stop_ids), head), top_k)
-        self._counters.add_gathered(torch.tensor([num_gathered], device=head.weight.device))
+        self._counters.add_gathered(torch.tensor([num_gathered], device=head.device))
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
         """Nothing to learn."""
@@ -83,6 +83,8 @@ _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _listed_rows(head: TargetHead, ids: tuple[int, ...], top_k: int) -> tuple[_ListedRows, int]:
     """The rows of a list, and how many had to be gathered for it now."""
+    if head.stored is not None:  # adapters may be switched between calls
+        return _gather(head, ids, top_k), len(ids)
     lists = _cache.setdefault(head.weight, OrderedDict())
     key = (ids, max(len(ids), top_k), _state(head.weight), _state(head.bias))
     if key in lists:
@@ -95,7 +97,7 @@ def _listed_rows(head: TargetHead, ids: tuple[int, ...], top_k: int) -> tuple[_L
 
 
 def _gather(head: TargetHead, ids: tuple[int, ...], top_k: int) -> _ListedRows:
-    device = head.weight.device
+    device = head.device
     tokens = torch.tensor(ids, device=device)
     slots = torch.arange(len(ids), device=device)
     rows = PackedRows.empty(head, len(ids), top_k)

@@ -41,7 +41,9 @@ class Text:
     evicted: int = 0
 
     def __post_init__(self) -> None:
-        self.vocabulary = DynamicVocabulary(self.head, self.config, self.stop_ids, top_k=10)
+        self.vocabulary = DynamicVocabulary(
+            self.head, self.config, self.stop_ids, top_k=10, verify_candidates=self.config.verify_candidates_of(60)
+        )
         pinned = list(dict.fromkeys([*self.stop_ids, *(self.config.token_ids or ())[: self.config.floor]]))
         vocab_size = self.head.weight.shape[0]
         room = max(0, self.config.max_rows - len(pinned))
@@ -281,7 +283,7 @@ def test_a_floor_that_does_not_fit_is_refused() -> None:
 def test_more_candidates_than_ids_exist() -> None:
     """K_pre and K_ver are clipped to the vocabulary, or the target could not name so many."""
     config = VocabularyConfig(prompt_candidates=50, verify_candidates=50)
-    vocabulary = DynamicVocabulary(make_head(4), config, stop_ids=[], top_k=10)
+    vocabulary = DynamicVocabulary(make_head(4), config, stop_ids=[], top_k=10, verify_candidates=50)
     assert (vocabulary.prompt_candidates, vocabulary.verify_candidates) == (4, 4)
 
 
