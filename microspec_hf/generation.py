@@ -182,7 +182,16 @@ def generate(
         rows.append((MicroSpecCandidateGenerator(target, head, vocabulary, tree), rule, prompt))
     caches = [target.new_cache() for _ in rows]
     import_cache(cache, caches[0])
-    texts, rest = write(target, rows, caches, config, stops, streamer, _record(generation_config), pace)
+    wants_scores, wants_logits, wants_hidden_states = (
+        bool(generation_config.return_dict_in_generate and asked)
+        for asked in (
+            generation_config.output_scores,
+            generation_config.output_logits,
+            generation_config.output_hidden_states,
+        )
+    )
+    record = Record(wants_scores or wants_logits, wants_hidden_states)
+    texts, rest = write(target, rows, caches, config, stops, streamer, record, wants_scores, pace)
     if len(texts) == 1:
         export_cache(rest, texts[0].length - 1, cache)
     return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)
@@ -277,7 +286,7 @@ _heads: WeakKeyDictionary[PreTrainedModel, dict[Any, EagleHead]] = WeakKeyDictio
 
 def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> EagleHead:
     """Load a drafter, or find it as an earlier call with this target left it; a head of the caller's is never kept."""
-    where: dict[str, Any] = {"dtype": target.dtype, "device": target.head.weight.device}
+    where: dict[str, Any] = {"dtype": target.dtype, "device": target.head.device}
     if isinstance(source, EagleHead):
         return load_drafter(source, **where)
     loaded = _heads.setdefault(model, {})
@@ -285,13 +294,6 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     if key not in loaded:
         loaded[key] = load_drafter(source, **where)
     return loaded[key]
-
-
-def _record(config: GenerationConfig) -> Record:
-    """What the caller wants to see of each token."""
-    if not config.return_dict_in_generate:
-        return Record()
-    return Record(bool(config.output_scores or config.output_logits), bool(config.output_hidden_states))
 
 
 def _output(

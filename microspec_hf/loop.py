@@ -13,7 +13,7 @@ from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.hf import Target, TreeCache
 from microspec_hf.state import GenerationState
 from microspec_hf.tree import DraftTree
-from microspec_hf.verification import TokenRule, verify
+from microspec_hf.verification import Ends, TokenRule, verify
 
 HEAD_ROWS = 256
 """Prompt rows that go through the LM head at a time, so that no `[L, V]` tensor ever exists."""
@@ -44,12 +44,14 @@ class Emission:
         logits: `[len(tokens), V]`, the target's raw fp32 logits, where they were asked for.
         scores: `[len(tokens), V]`, processed scores, likewise.
         hidden_states: for the embeddings and each layer `[len(tokens), H]`, likewise; `[L, H]` behind a prompt.
+        ended: whether the text ends with the last token, where `Text.ends` was asked.
     """
 
     tokens: list[int]
     logits: Tensor | None = None
     scores: Tensor | None = None
     hidden_states: tuple[Tensor, ...] = ()
+    ended: bool | None = None
 
 
 @dataclass
@@ -60,11 +62,13 @@ class Text:
         drafter: proposes its trees.
         rule: chooses its tokens.
         state: how far it is.
+        ends: see `verification.verify`.
     """
 
     drafter: MicroSpecCandidateGenerator
     rule: TokenRule
     state: GenerationState
+    ends: Ends | None = None
 
 
 def prefill(
@@ -146,7 +150,9 @@ def step(
     for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
         drafter, state, nodes = text.drafter, text.state, tree.num_nodes
         own = best[row, :nodes]
-        judgement = verify(tree, logits[row, :nodes], state.ids, text.rule, drafter.tree.num_path_slots, own[:, 0])
+        judgement = verify(
+            tree, logits[row, :nodes], state.ids, text.rule, drafter.tree.num_path_slots, own[:, 0], text.ends
+        )
         verification = judgement.verification
         ops.compact_kv(cache.buffers(row), verification.path, state.length)
         drafter.learn(hidden[row, :nodes], tree, own[:, : drafter.vocabulary.verify_candidates], verification)
@@ -166,7 +172,7 @@ def step(
         if record.scores:
             raw = logits[row].index_select(0, path).to(text.state.ids.device, torch.float32)
             scores = raw if judgement.scores is None else judgement.scores[:count]
-        emissions.append(Emission(emitted[:count], raw, scores, tuple(kept)))
+        emissions.append(Emission(emitted[:count], raw, scores, tuple(kept), judgement.ended))
     cache.length = max(text.state.num_cached for text in texts)
     return emissions
 

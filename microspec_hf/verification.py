@@ -8,6 +8,7 @@ used (EAGLE-2 section 4.2 in its simplest form; no rejection sampling).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,14 +84,31 @@ class TokenRule:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verification and, when they were asked for, the processed scores `[P, V]` at the nodes of its path."""
+    """What a round decided.
+
+    Args:
+        verification: the accepted path.
+        scores: `[P, V]`, the processed scores at its nodes; None: the logits are the scores.
+        ended: whether the text ends with the last token of the path; None: nobody was asked.
+    """
 
     verification: Verification
     scores: Tensor | None = None
+    ended: bool | None = None
+
+
+Ends = Callable[[Tensor, int, Tensor], bool]
+"""Whether a text ends: from its ids `[L]`, the last of them, and the scores `[1, V]` that it was chosen by."""
 
 
 def verify(
-    tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_slots: int, best: Tensor | None = None
+    tree: DraftTree,
+    logits: Tensor,
+    prefix: Tensor,
+    rule: TokenRule,
+    num_slots: int,
+    best: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Judgement:
     """Decide the target's tokens on a tree and accept the path that agrees.
 
@@ -101,6 +119,7 @@ def verify(
         rule: how tokens are chosen.
         num_slots: P, the slots of the path.
         best: int64 `[N]`, the argmax of each row of logits where the caller has it already.
+        ends: asked after each token where processors look at the text, so that none sees a token behind the end.
     """
     if rule.is_plain_greedy:
         return Judgement(accept(tree, logits.argmax(dim=-1) if best is None else best, num_slots), None)
@@ -108,7 +127,7 @@ def verify(
         scores = rule.scores(prefix, logits)
         verification = accept(tree, rule.choose(scores), num_slots)
         return Judgement(verification, scores.index_select(0, verification.path))
-    return _walk(tree, logits, prefix, rule, num_slots)
+    return _walk(tree, logits, prefix, rule, num_slots, ends)
 
 
 def accept(tree: DraftTree, chosen: Tensor, num_slots: int) -> Verification:
@@ -135,20 +154,24 @@ def accept(tree: DraftTree, chosen: Tensor, num_slots: int) -> Verification:
     return Verification(path=path, emitted=emitted, num_accepted=depth.index_select(0, last))
 
 
-def _walk(tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_slots: int) -> Judgement:
+def _walk(
+    tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_slots: int, ends: Ends | None
+) -> Judgement:
     """Node by node from the root, so that each processor sees true prefixes only, in order, each position once."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     path, emitted, rows = [0], [], []
+    ended = None
     while True:
         row = rule.scores(prefix, logits[path[-1] : path[-1] + 1])
         token = rule.choose(row)
         rows.append(row)
         emitted.append(int(token))
+        prefix = torch.cat([prefix, token])
+        ended = None if ends is None else ends(prefix, emitted[-1], row)
         children = [n for n, parent in enumerate(parents) if parent == path[-1] and tokens[n] == emitted[-1]]
-        if not children:
+        if ended or not children:
             break
         path.append(children[0])
-        prefix = torch.cat([prefix, token])
     padding = num_slots - len(path)
     device = tree.tokens.device
     verification = Verification(
@@ -156,4 +179,4 @@ def _walk(tree: DraftTree, logits: Tensor, prefix: Tensor, rule: TokenRule, num_
         emitted=torch.tensor(emitted + [-1] * padding, device=device),
         num_accepted=torch.tensor([len(path) - 1], device=device),
     )
-    return Judgement(verification, torch.cat(rows + rows[-1:] * padding))
+    return Judgement(verification, torch.cat(rows + rows[-1:] * padding), ended)

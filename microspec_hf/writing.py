@@ -25,34 +25,68 @@ class Progress:
     """One sequence on its way to the caller: the text, its end, and what was recorded of its tokens.
 
     Args:
+        text: what is written, perhaps past its end.
+        stops: the stopping criteria.
+        streamer: gets each token that is kept.
         length: tokens that are kept so far, the prompt included.
+        shows_scores: whether the criteria are given the scores so far, as `generate` gives them with `output_scores`.
     """
 
     text: Text
+    stops: Stops
+    streamer: Any
     length: int
+    shows_scores: bool
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     hidden_states: list[tuple[Tensor, ...]] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
+    def __post_init__(self) -> None:
+        self.text.ends = self.ends
+        self._asked: list[Tensor] = []  # scores of tokens that the criteria have seen, and that are not taken yet
+
     @property
     def new_ids(self) -> Tensor:
         return self.text.state.ids[self.text.state.prompt_length : self.length]
 
-    def take(self, emission: Emission, stops: Stops, streamer: Any) -> bool:
-        """Offer the new tokens to the stopping criteria one by one, keep those up to a stop; True: the text ends."""
-        count, stopped = _take(self.text, self.length, emission, stops, streamer)
+    def ends(self, ids: Tensor, token: int, scores: Tensor | None) -> bool:
+        """Ask the criteria about the text `[L]` up to its latest token."""
+        padding = self.text.rule.padding
+        seen = None
+        if self.shows_scores and scores is not None:
+            self._asked.append(scores)
+            seen = (*self.scores, *self._asked)
+        return self.stops(ids if padding is None else torch.cat([padding, ids]), token, seen)
+
+    def take(self, emission: Emission) -> bool:
+        """Keep the new tokens up to the end of the text; True: it ends."""
+        count, ended = self._cut(emission)
+        self._asked.clear()
         self.length += count
         if emission.logits is not None and emission.scores is not None:
             self.logits += emission.logits[:count].split(1)
             self.scores += emission.scores[:count].split(1)
         if emission.hidden_states:
-            rows = [layer if self.hidden_states else layer[None] for layer in emission.hidden_states]
+            layers = [layer[None] for layer in emission.hidden_states]
             if self.hidden_states:
-                self.hidden_states += [tuple(layer[None, i : i + 1] for layer in rows) for i in range(count)]
+                self.hidden_states += [tuple(layer[:, i : i + 1] for layer in layers) for i in range(count)]
             else:  # of the whole prompt, for its one token
-                self.hidden_states.append(tuple(rows))
-        return stopped
+                self.hidden_states.append(tuple(layers))
+        return ended
+
+    def _cut(self, emission: Emission) -> tuple[int, bool]:
+        """Offer the new tokens one by one: how many are kept, and whether the text ends with them."""
+        if hasattr(self.streamer, "begin_round"):  # beyond transformers' interface: tells drafts from the bonus token
+            self.streamer.begin_round(len(emission.tokens))
+        for count, token in enumerate(emission.tokens, start=1):
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            if emission.ended is None:
+                scores = None if emission.scores is None else emission.scores[count - 1 : count]
+                if self.ends(self.text.state.ids[: self.length + count], token, scores):
+                    return count, True
+        return len(emission.tokens), bool(emission.ended)
 
     def finish(self) -> None:
         """Read the counters; the text is not written on."""
@@ -70,6 +104,7 @@ def write(
     stops: Stops,
     streamer: Any,
     record: Record,
+    shows_scores: bool,
     pace: Pace,
 ) -> tuple[list[Progress], TreeCache]:
     """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
@@ -77,10 +112,10 @@ def write(
     everyone, active, waiting = [], [], []
     for (drafter, rule, prompt), cache in zip(drafters, caches, strict=True):
         text, emission = prefill(target, drafter, prompt, rule, config.prefill_chunk, record, cache)
-        progress = Progress(text, prompt.shape[0])
+        progress = Progress(text, stops, streamer, prompt.shape[0], shows_scores)
         progress.stats = SpeculationStats(num_levels=drafter.tree.num_levels, tree=vars(drafter.tree).copy())
         everyone.append(progress)
-        if not progress.take(emission, stops, streamer):
+        if not progress.take(emission):
             active.append(progress)
             waiting.append(cache)
     prefilled = time.perf_counter()
@@ -95,7 +130,7 @@ def write(
                 progress.stats.emitted.append(len(emission.tokens))
             else:
                 progress.stats.plain_steps += 1
-        going = [not p.take(emission, stops, streamer) for p, emission in zip(active, emissions, strict=True)]
+        going = [not p.take(emission) for p, emission in zip(active, emissions, strict=True)]
         if any(going) and not all(going):
             joint.keep([row for row, goes in enumerate(going) if goes])
         active = [progress for progress, goes in zip(active, going, strict=True) if goes]
@@ -105,19 +140,3 @@ def write(
         progress.stats.prefill_seconds = prefilled - started
         progress.stats.decode_seconds = time.perf_counter() - prefilled
     return everyone, joint
-
-
-def _take(text: Text, length: int, emission: Emission, stops: Stops, streamer: Any) -> tuple[int, bool]:
-    """How many of the new tokens are kept behind the first `length`, and whether the text ends with them."""
-    if hasattr(streamer, "begin_round"):  # beyond transformers' interface: tells accepted drafts from the bonus token
-        streamer.begin_round(len(emission.tokens))
-    padding = text.rule.padding
-    ids = text.state.ids if padding is None else torch.cat([padding, text.state.ids])
-    length += 0 if padding is None else padding.shape[0]
-    for count, token in enumerate(emission.tokens, start=1):
-        if streamer is not None:
-            streamer.put(torch.tensor([token]))
-        scores = None if emission.scores is None else (emission.scores[count - 1 : count],)
-        if stops(ids[: length + count], token, scores):
-            return count, True
-    return len(emission.tokens), False

@@ -943,3 +943,55 @@ def test_window_of_one_token() -> None:
     expected = plain(model, prompt_of(model), max_new_tokens=12, use_cache=False)
     with scripted(last_branch_right, expected):
         assert speculate(model, prompt_of(model), max_new_tokens=12).tolist() == expected.tolist()
+
+
+# What the caller's own objects see ---------------------------------------------------------------------------------
+
+
+class Diary(LogitsProcessor, StoppingCriteria):
+    """Notes each text it is shown, as a processor and as a criterion."""
+
+    def __init__(self, stop: int | None = None):
+        self.processed: list[list[int]] = []
+        self.asked: list[list[int]] = []
+        self.num_scores: list[int | None] = []
+        self.stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        if isinstance(scores, Tensor):
+            self.processed.append(input_ids[0].tolist())
+            return scores
+        self.asked.append(input_ids[0].tolist())
+        self.num_scores.append(None if scores is None else len(scores))
+        return torch.tensor([input_ids.shape[1] == self.stop])
+
+
+@pytest.mark.parametrize("output_scores", [False, True])
+@pytest.mark.parametrize("ending", [{"max_new_tokens": 11}, {"max_new_tokens": 40, "stop": 15}, {"eos": 14}], ids=str)
+@pytest.mark.parametrize("script", [perfect, last_branch_right, wrong])
+def test_processors_and_criteria_see_what_plain_generate_shows_them(
+    script: Script, ending: dict[str, int], output_scores: bool
+) -> None:
+    """Each text once, in order, and none behind the end, although the drafts go on there."""
+    model, text = target("llama"), written("llama")
+    diaries = []
+    for decode in (plain, speculate):
+        diary = Diary(ending.get("stop"))
+        arguments: dict[str, Any] = {"max_new_tokens": ending.get("max_new_tokens", 20)}
+        if "eos" in ending:
+            arguments |= {"eos_token_id": int(text[0, ending["eos"]]), "pad_token_id": 0}
+        with scripted(script, text):
+            decode(
+                model,
+                text[:, :7],
+                logits_processor=[diary],
+                stopping_criteria=[diary],
+                return_dict_in_generate=True,
+                output_scores=output_scores,
+                **arguments,
+            )
+        diaries.append(diary)
+    expected, got = diaries
+    assert got.processed == expected.processed
+    assert got.asked == expected.asked
+    assert got.num_scores == expected.num_scores
