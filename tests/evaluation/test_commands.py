@@ -247,3 +247,20 @@ def test_static_list_counts_answers_and_not_prompts(monkeypatch: pytest.MonkeyPa
     assert read(output) == [4, 5, 9]
     static_list.main(static_list.Arguments(str(tmp_path / "answers"), 10, str(output), size=2))
     assert read(output) == [4, 5]
+
+
+def test_batches(run: Callable[..., Any], data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "batches.json"
+    arguments = ["--data", str(data), "--per-task", "2", "--max-new-tokens", "5", "--sizes", "1,3", "--repeats", "1"]
+    run("batches", *arguments, "--output", str(output))
+    records = read(output)["records"]
+    assert [(record["batch"], record["rows"]) for record in records] == [(1, 4), (3, 3)]
+    for record in records:
+        assert record["equal_rows"] == record["rows"]
+        assert record["new_tokens"] == 5 * record["rows"]
+        assert record["tokens_per_second"] > 0
+
+
+def test_batch_of_more_prompts_than_there_are(run: Callable[..., Any], data: Path) -> None:
+    with pytest.raises(SystemExit, match="batch of 9 needs as many prompts, got 4"):
+        run("batches", "--data", str(data), "--sizes", "9")
