@@ -122,13 +122,13 @@ def _target_seconds(target: Target, width: int) -> float:
 
 
 def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:
-    device, size = target.head.weight.device, target.hidden_size
+    device, size = target.head.device, target.hidden_size
     cache = TreeCache(num_layers=1)
     positions = torch.arange(CONTEXT, CONTEXT + rows, device=device)
     hidden = torch.zeros(1, rows, size, dtype=target.dtype, device=device)
     visible = torch.arange(CONTEXT + rows, device=device) <= positions[:, None]
     mask = additive_mask(torch.where(visible, 0, -1), positions, None, target.dtype)
-    weight = target.head.weight[:3072]
+    weight = target.head.rows(torch.arange(min(3072, target.vocab_size), device=device))
 
     def run() -> None:
         cache.prepare(positions[None], CONTEXT + rows)

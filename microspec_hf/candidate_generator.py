@@ -39,7 +39,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
 
     def __init__(self, target: Target, head: EagleHead, vocabulary: DraftVocabulary, tree: TreeConfig):
         self.target, self.head, self.vocabulary, self.tree = target, head, vocabulary, tree
-        self.device = target.head.weight.device
+        self.device = target.head.device
         self.cache = TreeCache(num_layers=1)
         self.num_rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.pending_hidden = torch.zeros(
@@ -55,7 +55,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
     def start_at(self, position: int) -> None:
         """The first features to come are those of this position; rows before it are never seen."""
         self._first_row = self.cache.length = position
-        self.num_rows = torch.full_like(self.num_rows, position)
+        self.num_rows.fill_(position)
 
     def feed(self, hidden: Tensor, next_tokens: Tensor) -> None:
         """Run the head over true features whose next token is known, and keep its KV.
@@ -72,11 +72,30 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self.cache.prepare(positions[None], columns.shape[0])
         self._run(next_tokens, hidden, positions, columns <= positions[:, None])
         self.cache.length += count
-        self.num_rows = self.num_rows + count
+        self.num_rows += count
 
     def expect(self, hidden: Tensor, next_tokens: Tensor, count: Tensor) -> None:
         """The rows that the next draft starts from: `count` `[1]` of the P rows `[P, H]`, `[P]` are valid."""
-        self.pending_hidden, self.pending_tokens, self.num_pending = hidden, next_tokens, count
+        self.pending_hidden.copy_(hidden)
+        self.pending_tokens.copy_(next_tokens)
+        self.num_pending.copy_(count)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """What the shapes of a draft depend on: the rows of features, rounded up, and the room for more."""
+        return self.cache.length, self.cache.capacity
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `hold` has kept rows for the next draft."""
+        return bool(self._held)
+
+    def reserve(self) -> None:
+        """Make room for the rows of a draft, so that `draft` itself allocates nothing that outlives it."""
+        self.cache.reserve(self._view())
+
+    def _view(self) -> int:
+        return self.cache.length + self.tree.num_path_slots + self.tree.depth * self.tree.top_k
 
     def draft(self, root: Tensor) -> DraftTree:
         """Draft a tree below `root`, int64 `[1]`, the last decided token, which the target has not seen yet."""
@@ -85,14 +104,14 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
             held, self._held = self._held, []
             self.feed(torch.cat([hidden for hidden, _ in held]), torch.cat([tokens for _, tokens in held]))
         k, depth = self.tree.top_k, self.tree.depth
-        view = self.cache.length + self.tree.num_path_slots + depth * k
+        view = self._view()
         columns = torch.arange(view, device=self.device)
 
         # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
         positions = self.num_rows + torch.arange(self.tree.num_path_slots, device=self.device)
         self.cache.prepare(positions[None], view)
         output = self._run(self.pending_tokens, self.pending_hidden, positions, columns <= positions[:, None])
-        self.num_rows = self.num_rows + self.num_pending
+        self.num_rows += self.num_pending
         last = output.index_select(0, self.num_pending - 1)
         scores, tokens = self.vocabulary.topk(last, k)
 
@@ -129,7 +148,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
     def hold(self, root: Tensor) -> DraftTree:
         """A tree of `root` alone, int64 `[1]`. What `draft` would have started from is kept for its next call."""
         count = self._num_expected
-        self._held.append((self.pending_hidden[:count], self.pending_tokens[:count]))
+        self._held.append((self.pending_hidden[:count].clone(), self.pending_tokens[:count].clone()))
         zero = torch.zeros_like(root)
         return DraftTree(root, parents=zero - 1, depths=zero, ancestors=zero + 1)
 

@@ -71,8 +71,8 @@ class VocabularyConfig:
             `"coral"` or `"dynaspec"` (a trained router chooses).
         token_ids: the ids of a static vocabulary, most frequent first; see `microspec_hf.vocabulary.load_token_ids`.
         size: static: how many of `token_ids` to keep (None: all).
-        max_rows: dynamic: W_max, the most rows ever active ("W_max = 3072", MicroSpec section 5.1); coral: the most rows
-            for one draft token, in whole groups and at least one; dynaspec: the rows of one drafter pass.
+        max_rows: dynamic: W_max, the most rows ever active ("W_max = 3072", MicroSpec section 5.1); coral: the most
+            rows for one draft token, in whole groups and at least one; dynaspec: the rows of one drafter pass.
         prompt_candidates: dynamic: K_pre, the target's top ids kept for each prompt position (paper: 3).
         verify_candidates: dynamic: K_ver, the target's top ids kept for each verified node (paper: 3). None: as many
             as bring in what the paper's 60 nodes do; with the 3 of a small tree, the vocabulary would starve.
@@ -141,6 +141,8 @@ class MicroSpecConfig:
             most tokens a second on this machine is taken.
         vocabulary: the draft vocabulary, or just its kind (`"full"`, `"dynamic"`).
         prefill_chunk: prompt positions in one target pass (bounds the memory of a long prompt).
+        cuda_graphs: capture rounds in CUDA graphs and replay them, where all of the model is on one GPU and the
+            processors look at scores only; elsewhere rounds run as they are.
         fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`). False:
             every pass drafts, so that acceptance lengths can be compared.
     """
@@ -148,6 +150,7 @@ class MicroSpecConfig:
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
     prefill_chunk: int = 512
+    cuda_graphs: bool = False
     fallback: bool = True
 
     def __post_init__(self) -> None:

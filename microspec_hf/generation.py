@@ -27,6 +27,7 @@ from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig
 from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
+from microspec_hf.engine import CapturedRounds, Rounds, can_capture
 from microspec_hf.hf import (
     Target,
     cache_field,
@@ -191,7 +192,9 @@ def generate(
         )
     )
     record = Record(wants_scores or wants_logits, wants_hidden_states)
-    texts, rest = write(target, rows, caches, config, stops, streamer, record, wants_scores, pace)
+    texts, rest = write(
+        target, rows, caches, config, stops, streamer, record, wants_scores, pace, choose_rounds(target, config, rows)
+    )
     if len(texts) == 1:
         export_cache(rest, texts[0].length - 1, cache)
     return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)
@@ -294,6 +297,15 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     if key not in loaded:
         loaded[key] = load_drafter(source, **where)
     return loaded[key]
+
+
+def choose_rounds(
+    target: Target, config: MicroSpecConfig, rows: Sequence[tuple[MicroSpecCandidateGenerator, TokenRule, Tensor]]
+) -> Rounds:
+    """How the rounds of a call are run: replayed where that is asked for and possible."""
+    devices = {parameter.device for parameter in target.model.parameters()}
+    possible = can_capture(devices) and all(rule.is_history_free for _, rule, _ in rows)
+    return CapturedRounds() if config.cuda_graphs and possible else Rounds()
 
 
 def _output(

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from microspec_hf import ops
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
+from microspec_hf.engine import Rounds, round_up
 from microspec_hf.hf import Target, TreeCache
 from microspec_hf.state import GenerationState
 from microspec_hf.tree import DraftTree
-from microspec_hf.verification import Ends, TokenRule, verify
+from microspec_hf.verification import Ends, Judgement, TokenRule, verify
 
 HEAD_ROWS = 256
 """Prompt rows that go through the LM head at a time, so that no `[L, V]` tensor ever exists."""
@@ -33,6 +34,7 @@ class Record:
 
 
 NOTHING = Record()
+AS_THEY_ARE = Rounds()
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def prefill(
     )
     state = GenerationState(
         ids=torch.cat([prompt, first]),
+        root=first.clone(),
         length=torch.tensor([length], device=prompt.device),
         prompt_length=length,
     )
@@ -133,14 +136,57 @@ def prefill(
 
 
 def step(
-    target: Target, texts: Sequence[Text], cache: TreeCache, record: Record = NOTHING, draft: bool = True
+    target: Target,
+    texts: Sequence[Text],
+    cache: TreeCache,
+    record: Record = NOTHING,
+    draft: bool = True,
+    rounds: Rounds = AS_THEY_ARE,
 ) -> list[Emission]:
     """One round of each text: draft a tree, check all in one target pass, keep the paths that agree, learn from them.
 
     Args:
         texts: in the order of the cache.
         draft: False: the trees are their roots, and each text gets one token, as from plain decoding.
+        rounds: how the device part is run.
     """
+    for text in texts:
+        text.drafter.reserve()
+    cache.reserve(cache.length + max(text.drafter.tree.num_nodes for text in texts))
+    key = draft, len(texts), cache.length, cache.capacity, *(text.drafter.size for text in texts)
+    if not draft or any(text.drafter.is_behind for text in texts):  # these take host-side lists in
+        rounds = Rounds(rounds.step)
+    decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft))
+
+    # The one copy from device to host: how many tokens each text gets, and which.
+    emissions = []
+    for row, (count, *emitted) in enumerate(decided.news.tolist()):
+        text, judgement = texts[row], decided.judgements[row]
+        text.state.commit(emitted[:count])
+        text.drafter.commit(round_up(text.state.num_cached, rounds.step), count)
+        path = judgement.verification.path[:count]
+        kept = [layer[row].index_select(0, path.to(layer.device)) for layer in decided.layers]
+        raw = scores = None
+        if record.scores:
+            raw = decided.logits[row].index_select(0, path).to(text.state.ids.device, torch.float32)
+            scores = raw if judgement.scores is None else judgement.scores[:count].clone()
+        emissions.append(Emission(emitted[:count], raw, scores, tuple(kept), judgement.ended))
+    cache.length = round_up(max(text.state.num_cached for text in texts), rounds.step)
+    return emissions
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """What a round left on the device, for B texts: `news` int64 `[B, P + 1]`, number of new tokens and tokens."""
+
+    news: Tensor
+    judgements: list[Judgement]
+    logits: Tensor
+    layers: tuple[Tensor, ...]
+
+
+def _decide(target: Target, texts: Sequence[Text], cache: TreeCache, record: Record, draft: bool) -> _Decided:
+    """The device part of a round; every buffer that the next one starts from is written in its place."""
     trees = [_draft(text, draft) for text in texts]
     hidden, layers = _target_pass(target, texts, trees, cache, record)
     logits = _logits(target, hidden)
@@ -156,25 +202,10 @@ def step(
         verification = judgement.verification
         ops.compact_kv(cache.buffers(row), verification.path, state.length)
         drafter.learn(hidden[row, :nodes], tree, own[:, : drafter.vocabulary.verify_candidates], verification)
-        state.length = state.length + verification.num_emitted.to(state.length.device)
+        state.advance(verification.emitted, verification.num_accepted)
         judgements.append(judgement)
         news.append(torch.cat([verification.num_emitted, verification.emitted]))
-
-    # The one copy from device to host: how many tokens each text gets, and which.
-    emissions = []
-    for row, (count, *emitted) in enumerate(torch.stack(news).tolist()):
-        text, judgement = texts[row], judgements[row]
-        text.state.commit(emitted[:count])
-        text.drafter.commit(text.state.num_cached, count)
-        path = judgement.verification.path[:count]
-        kept = [layer[row].index_select(0, path.to(layer.device)) for layer in layers]
-        raw = scores = None
-        if record.scores:
-            raw = logits[row].index_select(0, path).to(text.state.ids.device, torch.float32)
-            scores = raw if judgement.scores is None else judgement.scores[:count]
-        emissions.append(Emission(emitted[:count], raw, scores, tuple(kept), judgement.ended))
-    cache.length = max(text.state.num_cached for text in texts)
-    return emissions
+    return _Decided(torch.stack(news), judgements, logits, layers)
 
 
 def _draft(text: Text, draft: bool) -> DraftTree:
@@ -191,7 +222,7 @@ def _target_pass(
     Also the rows of every layer, where they are recorded.
     """
     num_nodes = max(tree.num_nodes for tree in trees)
-    view = max(text.state.num_cached for text in texts) + num_nodes
+    view = cache.length + num_nodes
     inputs = [_tree_inputs(text.state, tree, num_nodes, view) for text, tree in zip(texts, trees, strict=True)]
     tokens, positions, visible, rows = (torch.stack(parts) for parts in zip(*inputs, strict=True))
     cache.prepare(rows, view)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig
+from microspec_hf.engine import Rounds
 from microspec_hf.hf import Target, TreeCache
 from microspec_hf.loop import Emission, Record, Text, prefill, step
 from microspec_hf.pace import Pace
@@ -106,6 +107,7 @@ def write(
     record: Record,
     shows_scores: bool,
     pace: Pace,
+    rounds: Rounds,
 ) -> tuple[list[Progress], TreeCache]:
     """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
     started = time.perf_counter()
@@ -122,7 +124,7 @@ def write(
     joint = TreeCache.stack(waiting) if waiting else caches[0]
     while active:
         drafts = pace.drafts
-        emissions = step(target, [progress.text for progress in active], joint, record, drafts)
+        emissions = step(target, [progress.text for progress in active], joint, record, drafts, rounds)
         if config.fallback:
             pace.record(sum(len(emission.tokens) for emission in emissions) / len(emissions))
         for progress, emission in zip(active, emissions, strict=True):

@@ -94,7 +94,7 @@ class TreeCache(Cache):
     row that was overwritten could not be rolled back.
 
     `prepare(rows, view)` is called before each forward: `rows` int64 `[B, T]` are the buffer rows of each text's T
-    tokens, `view` how many rows attention sees. `length` counts the committed rows of the longest text, which never
+    tokens (B = 1: of all texts alike), `view` how many rows attention sees. `length` counts the committed rows of the longest text, which never
     change again.
     """
 

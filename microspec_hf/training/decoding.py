@@ -106,7 +106,7 @@ class _Batch:
         keys = torch.arange(view, device=columns.device)
         allowed = (keys <= columns[:, None]) & (keys >= self.padding[:, None, None])
         masks = {kind: self._mask(allowed, keys, columns, window) for kind, window in target.windows.items()}
-        self.cache.prepare(columns, view)
+        self.cache.prepare(columns[None], view)
         output = target.decoder(
             input_ids=tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
