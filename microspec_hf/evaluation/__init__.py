@@ -1,7 +1,8 @@
 """Measuring a pair of target and drafter: how much is accepted, and whether the text is the target's own.
 
 Works with the public API only, in one process or in several, on any device. `examples/acceptance.py` and
-`examples/check_lossless.py` are the commands.
+`examples/check_lossless.py` are the commands. Whole evaluations, arm against arm, are made by `examples/evaluate.py`
+over `arms`, `answers` and `runner`, and read by `results`, `analyses`, `report` and `comparison`.
 """
 
 from microspec_hf.evaluation.acceptance import (

@@ -94,8 +94,8 @@ class TreeCache(Cache):
     row that was overwritten could not be rolled back.
 
     `prepare(rows, view)` is called before each forward: `rows` int64 `[B, T]` are the buffer rows of each text's T
-    tokens (B = 1: of all texts alike), `view` how many rows attention sees. `length` counts the committed rows of the longest text, which never
-    change again.
+    tokens (`[1, T]`: of all texts alike), `view` how many rows attention sees. `length` counts the committed rows of
+    the longest text, which never change again.
     """
 
     def __init__(self, num_layers: int, capacity: int = 0):

@@ -74,4 +74,4 @@ def _plain_logits(target: Target) -> Tensor:
         ).logits[0, len(_PROMPT) :]
         for path in (_PATHS[1], _PATHS[3])  # the two leaves: their texts hold those of the inner nodes
     )
-    return torch.stack([first[0], first[1], second[1], second[2]]).float().to(target.head.weight.device)
+    return torch.stack([first[0], first[1], second[1], second[2]]).float().to(target.head.device)

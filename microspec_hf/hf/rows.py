@@ -49,15 +49,12 @@ def stored_rows(module: Any, dtype: torch.dtype) -> StoredRows | None:
         return _bitsandbytes_8bit(module, weight, dtype)
     if not weight.is_floating_point():
         return None
-    rows = StoredRows(
-        weight,
-        bias=getattr(module, "bias", None),
-        read=lambda ids: nn.functional.embedding(ids, weight),  # torchao's tensors know this read of single rows
-        dtype=weight.dtype,
-        device=weight.device,
-        is_plain=type(weight.data) is Tensor,
-    )
-    return rows if rows.is_plain or _can_read(rows) else None
+    bias = getattr(module, "bias", None)
+    if type(weight.data) is Tensor:
+        return StoredRows(
+            weight, bias, lambda ids: weight.index_select(0, ids), weight.dtype, weight.device, is_plain=True
+        )
+    return _torchao(weight, bias)
 
 
 def _below_lora(module: Any, dtype: torch.dtype) -> StoredRows | None:
@@ -81,6 +78,12 @@ def _below_lora(module: Any, dtype: torch.dtype) -> StoredRows | None:
     return StoredRows(below.weight, below.bias, read, below.dtype, below.device)
 
 
+def _torchao(weight: Tensor, bias: Tensor | None) -> StoredRows | None:
+    """A quantised tensor that stands for its float matrix; read where single rows can be taken from it."""
+    rows = StoredRows(weight, bias, lambda ids: weight[ids].dequantize(), weight.dtype, weight.device)
+    return rows if _can_read(rows) else None
+
+
 def _bitsandbytes_8bit(module: Any, weight: Tensor, dtype: torch.dtype) -> StoredRows:
     """int8 rows with one scale each: a row of `SCB / 127` times its integers."""
 
@@ -90,7 +93,8 @@ def _bitsandbytes_8bit(module: Any, weight: Tensor, dtype: torch.dtype) -> Store
             getattr(module.state, name) if getattr(module.state, name) is not None else getattr(module.weight, name)
             for name in ("CB", "SCB")
         )
-        return (integers.index_select(0, ids) * (scales.index_select(0, ids) / 127)[:, None]).to(dtype)
+        rows: Tensor = integers.index_select(0, ids) * (scales.index_select(0, ids) / 127)[:, None]
+        return rows.to(dtype)
 
     return StoredRows(weight, module.bias, read, dtype, weight.device)
 

@@ -48,13 +48,14 @@ def refuse_length(name: str, config: Any, prompt_length: int, max_length: float)
         max_length: tokens of prompt and text together, at most.
     """
     limit = position_limit(config)
-    kinds = {kind.get("rope_type") for kind in _rope_parameters(config)}.intersection(LENGTH_DEPENDENT_ROPE)
+    given = [kind.get("rope_type") for kind in _rope_parameters(config)]
+    kinds = [kind for kind in LENGTH_DEPENDENT_ROPE if kind in given]
     # The last token of a text is never fed: position `limit` is, when the text has limit + 2 tokens.
     if limit is None or not kinds or max_length <= limit + 1 or (prompt_length > limit and "dynamic" not in kinds):
         return
     raise ValueError(
         f"{name} turns all keys and queries by other angles once a text has more than {limit} tokens (rope_type "
-        f"{', '.join(sorted(kinds))!r}), which a tree of drafts cannot follow. The prompt has {prompt_length} tokens "
+        f"{', '.join(kinds)!r}), which a tree of drafts cannot follow. The prompt has {prompt_length} tokens "
         f"and the text may grow to {max_length:.0f}: ask for at most {max(0, limit + 1 - prompt_length)} new tokens, "
         "or call generate without custom_generate."
     )
@@ -108,7 +109,8 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, decoder: nn.Module |
 def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
     """PEFT methods that act on the text as a whole, which the loop feeds in parts."""
     prepare = vars(model).get("prepare_inputs_for_generation")
-    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    if prepare is not None and getattr(prepare, "__func__", None) is not own:
         raise ValueError(
             f"{name} has a prepare_inputs_for_generation of its own (a learned prompt or prefix does that), which "
             "speculation does not call. Call generate without custom_generate, or use an adapter such as LoRA."

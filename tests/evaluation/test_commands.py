@@ -210,7 +210,10 @@ def test_check_lossless_over_two_processes(pair_folders: PairFolders, data: Path
     assert [record["prompts"] for record in read(output)["records"]] == [4, 4]
 
 
-@pytest.mark.parametrize("script", ["acceptance.py", "check_lossless.py", "measuring.py", "static_list.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["acceptance.py", "check_lossless.py", "evaluate.py", "measuring.py", "static_list.py", "train_router.py"],
+)
 def test_needs_only_what_the_package_needs_anyway(script: str) -> None:
     """They also run where torch, transformers and accelerate are all there is."""
     tree = ast.parse((ROOT / "examples" / script).read_text())
