@@ -107,18 +107,20 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float]) -> Callable[[int], floa
 
 
 def _target_seconds(target: Target, width: int) -> float:
-    device = target.device
+    device, limit = target.device, target.position_limit
     cache = target.new_cache()
     columns = torch.arange(CONTEXT + width, device=device)
+    rows = columns[None, CONTEXT:]
+    positions = rows if limit is None else rows.clamp(max=limit - 1)
+    visible = torch.where(columns <= rows[..., None], columns, -1)
+    tokens = torch.zeros_like(rows)
 
-    def run(tokens: int) -> None:
-        positions = torch.arange(CONTEXT, CONTEXT + tokens, device=device)
-        cache.prepare(positions[None], CONTEXT + tokens)
-        visible = torch.where(columns[: CONTEXT + tokens] <= positions[:, None], columns[: CONTEXT + tokens], -1)
-        hidden, _ = target.forward(torch.zeros_like(positions)[None], positions[None], visible[None], cache)
+    def run() -> None:
+        cache.prepare(rows, columns.shape[0])
+        hidden, _ = target.forward(tokens, positions, visible, cache)
         target.head(hidden)
 
-    return _seconds(lambda: run(width), device)
+    return _seconds(run, device)
 
 
 def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:

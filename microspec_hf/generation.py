@@ -166,6 +166,8 @@ def generate(
     cache = caller_cache(model_kwargs, [prompt for _, prompt in prompts], input_ids.shape[1])
     head = _resolve_drafter(model, target, drafter, generation_config)
     stops = Stops(stopping_criteria)
+    for _, prompt in prompts:
+        target.refuse_length(prompt.shape[0], stops.max_length - input_ids.shape[1] + prompt.shape[0])
     if len(prompts) > 1:
         _refuse_batch(generation_config, stops, streamer)
         refuse_processors_of_batch(logits_processor)
@@ -223,8 +225,8 @@ def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[T
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.shape[-1] == input_ids.shape[1]:
         expected = mask.long().cumsum(-1) - 1
-        given = positions.expand_as(expected)
-        if not torch.equal(given[mask.bool()], expected[mask.bool()]):
+        given = positions.expand(*positions.shape[:-2], *expected.shape)  # some models count in several ways at once
+        if not torch.equal(given[..., mask.bool()], expected.expand_as(given)[..., mask.bool()]):
             raise ValueError("position_ids of the caller's own are not supported; leave them out.")
     return rows
 
@@ -304,7 +306,7 @@ def choose_rounds(
 ) -> Rounds:
     """How the rounds of a call are run: replayed where that is asked for and possible."""
     devices = {parameter.device for parameter in target.model.parameters()}
-    possible = can_capture(devices) and all(rule.is_history_free for _, rule, _ in rows)
+    possible = can_capture(devices) and target.head.stored is None and all(rule.is_history_free for _, rule, _ in rows)
     return CapturedRounds() if config.cuda_graphs and possible else Rounds()
 
 

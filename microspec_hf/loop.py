@@ -90,6 +90,8 @@ def prefill(
         cache: gets the rows of the prompt. Where it holds the first ones already, the drafter starts behind them.
     """
     begin, length = cache.length, prompt.shape[0]
+    if target.position_limit is not None and length > target.position_limit:
+        chunk = length  # the angles of all positions are those of the longest: one pass
     cache.reserve(length + drafter.tree.num_nodes)
     drafter.start_at(begin)
     candidates: list[Tensor] = []
@@ -187,7 +189,7 @@ class _Decided:
 
 def _decide(target: Target, texts: Sequence[Text], cache: TreeCache, record: Record, draft: bool) -> _Decided:
     """The device part of a round; every buffer that the next one starts from is written in its place."""
-    trees = [_draft(text, draft) for text in texts]
+    trees = [_draft(text, draft, target.position_limit) for text in texts]
     hidden, layers = _target_pass(target, texts, trees, cache, record)
     logits = _logits(target, hidden)
     most = max(max(1, text.drafter.vocabulary.verify_candidates) for text in texts)
@@ -208,9 +210,12 @@ def _decide(target: Target, texts: Sequence[Text], cache: TreeCache, record: Rec
     return _Decided(torch.stack(news), judgements, logits, layers)
 
 
-def _draft(text: Text, draft: bool) -> DraftTree:
+def _draft(text: Text, draft: bool, limit: int | None) -> DraftTree:
     root = text.state.root.to(text.drafter.device)
-    return text.drafter.draft(root) if draft else text.drafter.hold(root)
+    if not draft:
+        return text.drafter.hold(root)
+    tree = text.drafter.draft(root)
+    return tree if limit is None else tree.cut(text.state.length.to(tree.tokens.device), limit)
 
 
 def _target_pass(
@@ -225,6 +230,9 @@ def _target_pass(
     view = cache.length + num_nodes
     inputs = [_tree_inputs(text.state, tree, num_nodes, view) for text, tree in zip(texts, trees, strict=True)]
     tokens, positions, visible, rows = (torch.stack(parts) for parts in zip(*inputs, strict=True))
+    if target.position_limit is not None:  # nodes that were cut off stand on the last position that there is
+        last = target.position_limit - 1
+        positions = torch.where(positions[:, :1] > last, positions, positions.clamp(max=last))
     cache.prepare(rows, view)
     return target.forward(tokens, positions, visible, cache, record.hidden_states)
 

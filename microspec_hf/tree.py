@@ -6,7 +6,7 @@ different sources can disagree; from one source they cannot).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ class DraftTree:
     @property
     def num_nodes(self) -> int:
         return int(self.tokens.shape[0])
+
+    def cut(self, root_position: Tensor, limit: int) -> DraftTree:
+        """Without the nodes at positions from `limit` on (they count as undrafted), unless the root is one of them.
+
+        Args:
+            root_position: int64 `[1]`.
+            limit: see `Target.position_limit`.
+        """
+        is_over = (root_position + self.depths >= limit) & (root_position < limit)
+        return replace(self, tokens=torch.where(is_over, -1, self.tokens))
 
     def ancestor_mask(self) -> Tensor:
         """bool `[N, N]`: row i marks node i and its ancestors."""

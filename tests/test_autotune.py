@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from microspec_hf import TreeConfig, autotune
 from microspec_hf.autotune import WIDTHS, best_tree, candidate_trees, choose_tree, expected_acceptance
@@ -124,3 +125,10 @@ def test_measured_seconds_grow_with_the_work() -> None:
     target = Target(tiny_llama())
     assert 0 < autotune._target_seconds(target, 2) < autotune._target_seconds(target, 60) * 3
     assert autotune._draft_seconds(target, random_head(target.model), 10) > 0
+
+
+def test_costs_are_measured_where_positions_end_early() -> None:
+    config = GPT2Config(
+        vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=20, bos_token_id=None, eos_token_id=None
+    )
+    assert autotune._target_seconds(Target(GPT2LMHeadModel(config).eval()), 60) > 0

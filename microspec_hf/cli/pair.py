@@ -15,6 +15,7 @@ from microspec_hf import EagleHead, load_drafter
 from microspec_hf.cli.console import quiet_loading
 from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import check_pair
+from microspec_hf.hf import Target
 from microspec_hf.models import smollm2
 
 
@@ -73,7 +74,7 @@ def load_pair(model: str | None, drafter: str, dtype: str, device: str, console:
             tokenizer = AutoTokenizer.from_pretrained(model)
         source = find_drafter(target) if drafter == "auto" else drafter
         with console.status(f"Loading the drafter {source}"):
-            head = load_drafter(source, dtype=target.dtype, device=target.get_output_embeddings().weight.device)
+            head = load_drafter(source, dtype=target.dtype, device=Target(target).head.device)
             check_pair(head, target.config, str(target.config._name_or_path))
     return Pair(name=_short_name(model), model=target, tokenizer=tokenizer, drafter=head)
 

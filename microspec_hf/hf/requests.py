@@ -36,6 +36,11 @@ def refuse_request(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
                 f"cache_implementation={kind!r}: its rows cannot be moved or rolled back after a rejected draft. "
                 "Leave cache_implementation out; speculation brings its own cache."
             )
+    if seen := [name for name in ("pixel_values", "pixel_values_videos", "image_patches") if name in arguments]:
+        raise ValueError(
+            f"{', '.join(seen)}: speculation drafts from text alone. Call generate without custom_generate for prompts "
+            "with pictures."
+        )
     if arguments.get("inputs_embeds") is not None:
         raise ValueError(
             "inputs_embeds is not supported with speculation: the drafter reads token ids. Pass input_ids."
@@ -56,7 +61,9 @@ def caller_cache(model_kwargs: dict[str, Any], prompts: Sequence[Tensor], width:
     understood = {"attention_mask", "position_ids", "cache_position", "use_cache", "cache", "past_key_values"}
     harmless = {"logits_to_keep", "num_logits_to_keep", "synced_gpus", "tokenizer", "assistant_tokenizer"}
     harmless |= {"output_attentions", "output_hidden_states"}  # `generation` answers them
-    unknown = [k for k, v in model_kwargs.items() if v is not None and k not in understood | harmless]
+    # Without pictures, a model that could see some gets an empty dict of them.
+    passed = {k for k, v in model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
+    unknown = sorted(passed - understood - harmless)
     if unknown:
         raise ValueError(
             f"Speculation does not pass {', '.join(unknown)} on to the model, so that the text would differ. "
