@@ -8,9 +8,12 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 VENV_517 := .venv-517
-# Written last, so that an interrupted set-up is done again.
+# Written last, so that an interrupted set-up is done again. The demo needs less than the tests.
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
 READY_517 := $(VENV_517)/.ready
+INSTALL := -m pip install -qq --disable-pip-version-check
+EXTRAS := dev,demo,evaluation,models
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -19,25 +22,25 @@ READY_517 := $(VENV_517)/.ready
 help:
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
-setup: $(READY)
+setup: $(READY_DEV)
 
 demo: $(READY)
 	$(VENV)/bin/microspec demo
 
-test: $(READY)
+test: $(READY_DEV)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # The oldest supported transformers: the same tests.
 test-517: $(READY_517)
 	$(VENV_517)/bin/python -m pytest $(PYTEST_ARGS)
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy microspec_hf $(wildcard examples)
 	$(VENV)/bin/lint-imports
 
-format: $(READY)
+format: $(READY_DEV)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -46,13 +49,17 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
-	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(VENV)/bin/python $(INSTALL) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(READY_DEV): $(READY)
+	$(VENV)/bin/python $(INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(READY_517): pyproject.toml constraints.txt
 	$(call make_venv,$(VENV_517))
 	sed 's/^transformers==[^;]*/transformers==5.17.0/' constraints.txt > $(VENV_517)/constraints.txt
-	$(VENV_517)/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV_517)/constraints.txt -e '.[dev,demo]'
+	$(VENV_517)/bin/python $(INSTALL) -c $(VENV_517)/constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # $(1): folder of the environment
