@@ -143,8 +143,9 @@ class MicroSpecConfig:
         prefill_chunk: prompt positions in one target pass (bounds the memory of a long prompt).
         cuda_graphs: capture rounds in CUDA graphs and replay them, where all of the model is on one GPU and the
             processors look at scores only; elsewhere rounds run as they are.
-        fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`). False:
-            every pass drafts, so that acceptance lengths can be compared.
+        fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`); never
+            while sampling, where a seed must repeat the text. False: every pass drafts, so that acceptance lengths can
+            be compared.
     """
 
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)

@@ -116,25 +116,25 @@ def run(
     """
     decode = functools.partial(generate, drafter=drafter, microspec=microspec, streamer=streamer)
     functools.update_wrapper(decode, generate)
-    refuse_request(model, generate_arguments)
-    criteria = StoppingCriteriaList(stopping_criteria or [])
-    for configured in (generate_arguments.get("generation_config"), model.generation_config):
-        if stop_strings is None and configured is not None:
-            stop_strings = configured.stop_strings
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError(
-                "stop_strings needs the tokenizer: call generate(..., stop_strings=..., tokenizer=tokenizer)."
-            )
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-        generate_arguments = without_stop_strings(**generate_arguments)
     try:
+        refuse_request(model, generate_arguments)
+        criteria = StoppingCriteriaList(stopping_criteria or [])
+        for configured in (generate_arguments.get("generation_config"), model.generation_config):
+            if stop_strings is None and configured is not None:
+                stop_strings = configured.stop_strings
+        if stop_strings is not None:
+            if tokenizer is None:
+                raise ValueError(
+                    "stop_strings needs the tokenizer: call generate(..., stop_strings=..., tokenizer=tokenizer)."
+                )
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+            generate_arguments = without_stop_strings(**generate_arguments)
         original = getattr(GenerationMixin.generate, "_microspec_original", GenerationMixin.generate)
         return original(  # type: ignore[no-any-return]
             model, custom_generate=decode, streamer=streamer, stopping_criteria=criteria, **generate_arguments
         )
     finally:
-        if streamer is not None:
+        if streamer is not None:  # also after a refusal: whoever reads the stream is told that nothing comes
             streamer.end()
 
 

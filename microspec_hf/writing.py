@@ -122,10 +122,12 @@ def write(
             waiting.append(cache)
     prefilled = time.perf_counter()
     joint = TreeCache.stack(waiting) if waiting else caches[0]
+    # A sampled text must not hang on the clock: plain steps and trees take different random numbers.
+    is_paced = config.fallback and not any(rule.do_sample for _, rule, _ in drafters)
     while active:
-        drafts = pace.drafts
+        drafts = pace.drafts or not is_paced
         emissions = step(target, [progress.text for progress in active], joint, record, drafts, rounds)
-        if config.fallback:
+        if is_paced:
             pace.record(sum(len(emission.tokens) for emission in emissions) / len(emissions))
         for progress, emission in zip(active, emissions, strict=True):
             if drafts:

@@ -31,11 +31,21 @@ def refuse_request(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         )
     for source in (arguments, vars(arguments.get("generation_config") or model.generation_config)):
         kind = source.get("cache_implementation") or ""
-        if kind == "quantized" or "offloaded" in kind:  # transformers would begin to make such a cache
+        if kind in ("quantized", "paged") or "offloaded" in kind:  # transformers would begin to make such a cache
             raise ValueError(
                 f"cache_implementation={kind!r}: its rows cannot be moved or rolled back after a rejected draft. "
                 "Leave cache_implementation out; speculation brings its own cache."
             )
+        if source.get("token_healing"):
+            raise ValueError(
+                "token_healing rewrites the end of the prompt before a custom decoding method has a say. Heal the "
+                "prompt with model.heal_tokens(input_ids, tokenizer) first, and leave token_healing out."
+            )
+    if arguments.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus=True: ranks whose texts accept different numbers of drafts would wait for each other. "
+            "Leave synced_gpus out, or call generate without custom_generate."
+        )
     if seen := [name for name in ("pixel_values", "pixel_values_videos", "image_patches") if name in arguments]:
         raise ValueError(
             f"{', '.join(seen)}: speculation drafts from text alone. Call generate without custom_generate for prompts "

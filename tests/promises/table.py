@@ -198,7 +198,6 @@ CACHES = [
         "paged",
         "cache_implementation",
         case="paged",
-        open="NotImplementedError of transformers' continuous batching, about stopping criteria that nobody passed",
     ),
     no_effect("cache_config", {"cache_config": {"nbits": 4}}),
     no_effect("max_cache_len", {"cache_implementation": "static", "max_cache_len": 64}),
@@ -261,7 +260,6 @@ PROCESSORS = [
         "token_healing",
         lambda s: {"token_healing": True, "tokenizer": s.words},
         "token_healing",
-        open="transformers' sentence asks for the tokenizer that was passed",
     ),
 ]
 
@@ -335,7 +333,6 @@ ARGUMENTS = [
         {"synced_gpus": True},
         "synced_gpus",
         case="True",
-        open="ignored: ranks that do not take the same number of passes would wait for each other",
     ),
     no_effect("custom_generate", {"custom_generate": microspec_hf.generate}, case="callable"),
     supported(

@@ -173,21 +173,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "found at once": {"inputs_embeds": torch.zeros(1, 3, 48)},
     "cache": {"cache_implementation": "quantized"},
 }
-OPEN = {"found at once", "cache"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            marks=[pytest.mark.xfail(strict=True, reason="a reader of the stream waits for an end that never comes")]
-            if case in OPEN
-            else [],
-        )
-        for case in REFUSED
-    ],
-)
+@pytest.mark.parametrize("case", REFUSED)
 def test_end_comes_once_after_a_refusal(case: str) -> None:
     """Whoever reads the stream in another thread is told that nothing comes."""
     where = setting()
