@@ -177,7 +177,8 @@ def generate(
         tree, pace = config.tree, Pace()
     else:
         choice = choose_tree(target, head)
-        tree, pace = choice.tree, Pace(surely_pays=choice.cost)
+        # The cost was measured for one text; a batch of several finds its own.
+        tree, pace = choice.tree, Pace(surely_pays=choice.cost) if len(prompts) == 1 else Pace()
     rows = []
     for row, (padding, prompt) in enumerate(prompts):
         rule = TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding)

@@ -7,7 +7,8 @@ import functools
 import pytest
 import torch
 
-from microspec_hf import generation, pace
+from microspec_hf import TreeConfig, generation, pace
+from microspec_hf.autotune import Choice
 from microspec_hf.pace import MARGIN, PATIENCE, PROBES, WINDOW, Pace
 from tests.doubles import SCRIPTS, controlled_pair, plain, random_prompt, scripted, speculate
 from tests.tiny import TINY_MODELS, tiny_llama
@@ -162,3 +163,21 @@ def test_switches_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
             assert stats.plain_steps > 20
         else:
             assert (stats.switches, stats.plain_steps) == ([], 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_known_cost_holds_for_one_text_only(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """What a round of one text costs says nothing of a batch, whose plain steps are wider too."""
+    made: list[Pace] = []
+
+    class Noted(Pace):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            made.append(self)
+
+    monkeypatch.setattr(generation, "Pace", functools.partial(Noted, clock=lambda: 0.0))
+    monkeypatch.setattr(generation, "choose_tree", lambda *_: Choice(TreeConfig(1, 2, 3), cost=1.25))
+    model = tiny_llama()
+    prompt = random_prompt(model).repeat(rows, 1)
+    speculate(model, prompt, max_new_tokens=4, microspec={"tree": "auto"})
+    assert [paced.surely_pays for paced in made] == [1.25 if rows == 1 else pace.SURELY_PAYS]
