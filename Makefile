@@ -17,7 +17,7 @@ EXTRAS := dev,demo,evaluation,models
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-517 lint format clean
+.PHONY: help setup demo test test-slow test-517 lint format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
@@ -29,6 +29,10 @@ demo: $(READY)
 
 test: $(READY_DEV)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# What takes too long for every day: thousands of random option sets, injected faults, more models.
+test-slow: $(READY_DEV)
+	$(VENV)/bin/python -m pytest -m "slow and not gpu" --record examples/results/slow_tests.json $(PYTEST_ARGS)
 
 # The oldest supported transformers: the same tests.
 test-517: $(READY_517)

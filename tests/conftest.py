@@ -10,6 +10,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported, hence before the imports below
 
 import functools
+import json
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,26 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from microspec_hf import generation, models, pace
+from microspec_hf.evaluation import provenance
 from tests import tiny
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", help="Write how many tests of each file had which outcome.")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The result file of a run, with where it comes from."""
+    if (file := config.getoption("--record")) is None:
+        return
+    by_file: dict[str, Counter[str]] = {}
+    for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed"):
+        for report in terminalreporter.getreports(outcome):
+            by_file.setdefault(report.nodeid.partition("::")[0], Counter())[outcome] += 1
+    total = sum(by_file.values(), Counter())
+    record = {"provenance": provenance(command="pytest", markers=config.option.markexpr), "total": total}
+    Path(file).write_text(json.dumps(record | {"files": dict(sorted(by_file.items()))}, indent=1) + "\n", "utf-8")
+
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))  # more threads only slow models of this size down
