@@ -13,6 +13,7 @@ from microspec_hf.cli.console import open_console
 from microspec_hf.cli.generate import figures_line
 from microspec_hf.cli.pair import load_pair
 from microspec_hf.cli.streaming import AcceptedTextStreamer
+from microspec_hf.conversations import user
 
 
 def chat(
@@ -57,7 +58,7 @@ def chat(
         if question == "/new":
             messages = list(beginning)
         elif question:
-            messages.append({"role": "user", "content": question})
+            messages.append(user(question))
             answer = answer_with_microspec(
                 pair.model,
                 pair.drafter,

@@ -27,6 +27,7 @@ from microspec_hf.cli.compare import (
 from microspec_hf.cli.console import ACCEPTED, check_json_file, open_console, write_json
 from microspec_hf.cli.pair import Pair, load_pair
 from microspec_hf.cli.streaming import AcceptedTextStreamer
+from microspec_hf.conversations import user
 from microspec_hf.evaluation import Prompt, provenance, read_prompts
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
@@ -56,7 +57,7 @@ def demo(
     config = options.speculation(vocabulary, static_list, tree, where)
     pair = load_pair(model, drafter, dtype, where, console)
     prompts = read_prompts(PROMPTS)
-    inputs = [pair.chat_inputs([{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
+    inputs = [pair.chat_inputs([user(prompt.turns[0])]) for prompt in prompts]
 
     _show(console, pair, config, prompts, inputs, max_new_tokens)
     with Progress(console=console, transient=True) as progress:

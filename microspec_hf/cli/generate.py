@@ -13,6 +13,7 @@ from microspec_hf.cli.compare import Answer, answer_with_microspec
 from microspec_hf.cli.console import check_json_file, open_console, write_json
 from microspec_hf.cli.pair import load_pair
 from microspec_hf.cli.streaming import AcceptedTextStreamer
+from microspec_hf.conversations import user
 from microspec_hf.evaluation import provenance
 
 
@@ -46,7 +47,7 @@ def generate(
     config = options.speculation(vocabulary, static_list, tree, where)
     arguments = options.sampling(sample, temperature, top_k, top_p)
     pair = load_pair(model, drafter, dtype, where, console)
-    inputs = pair.text_inputs(text) if raw else pair.chat_inputs([{"role": "user", "content": text}])
+    inputs = pair.text_inputs(text) if raw else pair.chat_inputs([user(text)])
     set_seed(seed)
     answer = answer_with_microspec(
         pair.model,

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from microspec_hf import EagleHead, load_drafter
 from microspec_hf.cli.console import quiet_loading
+from microspec_hf.conversations import Message, chat_ids
 from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import check_pair
 from microspec_hf.hf import Target
@@ -28,25 +29,17 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     drafter: EagleHead
 
-    def chat_inputs(self, messages: Sequence[dict[str, str]]) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask` `[1, L]` int64 of a conversation, up to where the answer begins.
-
-        A tokenizer without a chat template gets the bare text of the messages.
-        """
-        if self.tokenizer.chat_template is None:
-            return self.text_inputs("\n".join(message["content"] for message in messages))
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        return self._to_device(encoded)
+    def chat_inputs(self, messages: Sequence[Message]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` `[1, L]` int64 of a conversation, up to where the answer begins."""
+        return self._inputs(torch.tensor(chat_ids(self.tokenizer, [messages])))
 
     def text_inputs(self, text: str) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` `[1, L]` int64 of a text as it stands."""
-        return self._to_device(self.tokenizer(text, return_tensors="pt"))
+        return self._inputs(torch.tensor([self.tokenizer(text)["input_ids"]]))
 
-    def _to_device(self, encoded: object) -> dict[str, Tensor]:
-        names = ("input_ids", "attention_mask")
-        return {name: encoded[name].to(self.model.device) for name in names}  # type: ignore[index]
+    def _inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        ids = ids.to(self.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def load_pair(model: str | None, drafter: str, dtype: str, device: str, console: Console) -> Pair:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from microspec_hf.conversations import Message, chat_ids, user
 from microspec_hf.eagle import EagleHead
 from microspec_hf.evaluation.arms import Arm
 from microspec_hf.evaluation.decoding import GREEDY
-from microspec_hf.evaluation.prompts import Prompt
+from microspec_hf.evaluation.prompts import Prompt, prompt_ids
 from microspec_hf.stats import SpeculationStats
 
 
@@ -74,7 +74,7 @@ class Answerer:
 
     def first_ids(self, prompt: Prompt) -> Tensor:
         """int64 `[1, L]`, what the first turn gives the target to read."""
-        return conversation_ids(self.tokenizer, [prompt.turns[0]])
+        return prompt_ids(self.tokenizer, prompt)
 
     def warm_up(self, arm: Arm, prompt: Prompt, max_new_tokens: int = 16) -> None:
         """Answer a little under an arm, so that nothing is compiled, captured or gathered for the first time later."""
@@ -82,23 +82,22 @@ class Answerer:
 
     def answer(self, arm: Arm, prompt: Prompt) -> dict[str, Any]:
         """The record of a prompt, see the module's head. A later turn without room in the context ends it."""
-        messages: list[str] = []
+        chat: list[Message] = []
         turns: list[dict[str, Any]] = []
         for number, text in enumerate(prompt.turns):
-            ids = conversation_ids(self.tokenizer, [*messages, text])
+            chat.append(user(text))
+            ids = torch.tensor(chat_ids(self.tokenizer, [chat]))
             if not self.fits(ids):
                 break
             set_seed(self.decoding.seed + number)
-            self._synchronize()
             started = time.perf_counter()
             output = self._generate(arm, ids)
-            self._synchronize()
+            new = output.sequences[0, ids.shape[1] :].tolist()  # waits for the device
             seconds = time.perf_counter() - started
-            new = output.sequences[0, ids.shape[1] :].tolist()
             answer = self.tokenizer.decode(new, skip_special_tokens=True)
             stats = getattr(output, "stats", None)
             turns.append(_turn(str(answer), new, ids.shape[1], seconds, stats[0] if stats else None))
-            messages += [text, str(answer)]
+            chat.append({"role": "assistant", "content": str(answer)})
         choice = {name: [turn[name] for turn in turns] for name in turns[0]} if turns else {}
         accepted = [length for turn in turns for length in turn["accept_lengths"]]
         return {
@@ -117,25 +116,6 @@ class Answerer:
             arguments |= {"cache_implementation": "static"}
         ids = ids.to(self.model.device)
         return self.model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **arguments)
-
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-
-
-def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[str]) -> Tensor:
-    """int64 `[1, L]`: messages of user and assistant in turn, in the chat template, up to where the answer begins.
-
-    A tokenizer without a chat template gets the bare texts.
-    """
-    if tokenizer.chat_template is None:
-        ids = tokenizer("\n".join(messages))["input_ids"]
-    else:
-        chat = [
-            {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(messages)
-        ]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return torch.tensor([ids], dtype=torch.int64)
 
 
 def turn_stats(record: dict[str, Any]) -> list[SpeculationStats]:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from microspec_hf.conversations import chat_ids, user
+
 TASKS = ("mt", "conv", "rag", "qa", "math", "summ", "code")
 """The tasks of Spec-Bench and HumanEval, in the order of their tables."""
 
@@ -103,13 +105,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> Tensor:
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer(prompt)
-    text = prompt.turns[0]
-    if tokenizer.chat_template is None:
-        ids = tokenizer(text)["input_ids"]
-    else:
-        chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return torch.tensor([ids], dtype=torch.int64)
+    return torch.tensor(chat_ids(tokenizer, [[user(prompt.turns[0])]]))
 
 
 def _find_set(folder: Path, name: str) -> Path:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from microspec_hf.conversations import chat_ids, user
 from microspec_hf.hf import Target
 from microspec_hf.training.config import TrainConfig
 from microspec_hf.training.decoding import continue_prompts
@@ -127,15 +128,6 @@ def load_responses(folder: Path) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in ("ids", "length", "prompt", "index")}
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of one-turn chats, or of the bare prompts when the tokenizer has no chat template."""
-    if tokenizer.chat_template is None:
-        return list(tokenizer(list(prompts))["input_ids"])
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(texts, add_special_tokens=False)["input_ids"])  # the template has written them
-
-
 def _plan(
     accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> Iterator[tuple[_Batch, list[list[int]]]]:
@@ -143,7 +135,7 @@ def _plan(
     texts = read_prompts(config.prompts, config.languages)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
     chosen = sorted(order[: config.max_prompts].tolist())
-    ids = dict(zip(chosen, chat_ids(tokenizer, [texts[i] for i in chosen]), strict=True))
+    ids = dict(zip(chosen, chat_ids(tokenizer, [[user(texts[i])] for i in chosen]), strict=True))
     kept = {i: tokens for i, tokens in ids.items() if len(tokens) <= config.max_prompt_tokens}
     if accelerator.is_main_process and len(kept) < len(ids):
         logger.warning("Skipped %d prompts of more than %d tokens.", len(ids) - len(kept), config.max_prompt_tokens)

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from microspec_hf import EagleHead, TreeConfig
-from microspec_hf.evaluation.answers import Answerer, Decoding, conversation_ids, turn_stats
+from microspec_hf.conversations import chat_ids, user
+from microspec_hf.evaluation.answers import Answerer, Decoding, turn_stats
 from microspec_hf.evaluation.arms import Arm, Resources, parse_arms
 from microspec_hf.evaluation.prompts import Prompt
 from microspec_hf.evaluation.report import write_report
 from microspec_hf.evaluation.runner import evaluate
-from tests.cli.conftest import word_tokenizer
 from tests.evaluation.conftest import PairFolders
 
 ROOT = Path(__file__).parents[2]
@@ -105,18 +106,11 @@ def test_later_turns_see_the_conversation(answerer: Answerer) -> None:
     (plain,) = arms("plain")
     record = answerer.answer(plain, PROMPTS[1])
     first, second = record["choices"][0]["ids"]
-    text = ["w92 w65", answerer.tokenizer.decode(first, skip_special_tokens=True), "w9 w8"]
-    ids = conversation_ids(answerer.tokenizer, text)
+    reply = {"role": "assistant", "content": answerer.tokenizer.decode(first, skip_special_tokens=True)}
+    ids = torch.tensor(chat_ids(answerer.tokenizer, [[user("w92 w65"), reply, user("w9 w8")]]))
     assert record["choices"][0]["prompt_tokens"][1] == ids.shape[1]
     alone = answerer.model.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False, max_new_tokens=6)
     assert second == alone[0, ids.shape[1] :].tolist()
-
-
-def test_conversation_without_a_template() -> None:
-    tokenizer = word_tokenizer()
-    assert conversation_ids(tokenizer, ["w3", "w4", "w5"]).tolist() == [[3, 1, 4, 1, 5, 1]]
-    tokenizer.chat_template = None
-    assert conversation_ids(tokenizer, ["w3", "w4"]).tolist() == [[3, 4]]
 
 
 def test_sampling_is_the_targets_and_reproducible(pair: tuple[Any, Any, EagleHead]) -> None:

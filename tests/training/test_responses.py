@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from microspec_hf.conversations import chat_ids, user
 from microspec_hf.hf import Target
 from microspec_hf.training import TrainConfig, generate_responses, load_responses, read_prompts, responses
-from microspec_hf.training.responses import chat_ids
 from tests.training.conftest import EOS
 
 
@@ -57,14 +57,14 @@ def test_answers_are_the_targets_own(
         assert file.stat().st_size > 0
     seen: set[int] = set()
     for index, prompt, answer in rows:
-        assert prompt == chat_ids(tokenizer, [texts[index]])[0]
+        assert prompt == chat_ids(tokenizer, [[user(texts[index])]])[0]
         assert EOS not in answer[:-1]
         assert len(answer) == 12 or answer[-1] == EOS
         if index not in seen:  # files of greedy answers come first
             greedy[index] = answer
             seen.add(index)
     for index in (0, 7, 33):
-        prompt = torch.tensor([chat_ids(tokenizer, [texts[index]])[0]])
+        prompt = torch.tensor([chat_ids(tokenizer, [[user(texts[index])]])[0]])
         wanted = target.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
         assert greedy[index] == wanted
     assert any(greedy[i] != a for i, _, a in rows)
@@ -116,15 +116,6 @@ def test_a_time_limit_stops_between_batches(
     generate_responses(Accelerator(), target, tokenizer, config, tmp_path)
     with pytest.raises(ValueError, match="holds no answers"):
         load_responses(tmp_path)
-
-
-def test_chat_template_is_applied(tokenizer: PreTrainedTokenizerBase) -> None:
-    turn = "{% for m in messages %}w90 {{ m['content'] }} w91 {% endfor %}"
-    tokenizer.chat_template = turn + "{% if add_generation_prompt %}w92{% endif %}"
-    wanted = [[90, 5, 91, 92], [90, 6, 7, 91, 92]]
-    assert chat_ids(tokenizer, ["w5", "w6 w7"]) == wanted
-    chat = [{"role": "user", "content": "w6 w7"}]
-    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == wanted[1]
 
 
 def test_prompts_may_be_compressed(tmp_path: Path) -> None:
