@@ -11,7 +11,7 @@ from transformers.generation import CandidateGenerator
 from microspec_hf import ops
 from microspec_hf.config import TreeConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.hf import Target, TreeCache, additive_mask
+from microspec_hf.hf import WORD, Sight, Target, TreeCache, additive_mask, bit_words, chain_words
 from microspec_hf.tree import DraftTree, Verification
 from microspec_hf.vocabulary import DraftVocabulary
 
@@ -47,14 +47,17 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         )
         self.pending_tokens = torch.zeros(tree.num_path_slots, dtype=torch.int64, device=self.device)
         self.num_pending = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._first_row = 0
+        self._first_row = torch.zeros_like(self.num_rows)
+        self._own_bits = bit_words(tree.depth * tree.top_k, self.device)
+        self._chain = chain_words(tree.num_path_slots, self.device)
         self._num_expected = 1  # as num_pending, on the host
         self._held: list[tuple[Tensor, Tensor]] = []
         self._offered: Tensor | None = None
 
     def start_at(self, position: int) -> None:
         """The first features to come are those of this position; rows before it are never seen."""
-        self._first_row = self.cache.length = position
+        self.cache.length = position
+        self._first_row.fill_(position)
         self.num_rows.fill_(position)
 
     def feed(self, hidden: Tensor, next_tokens: Tensor) -> None:
@@ -69,8 +72,9 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
             return
         positions = self.num_rows + torch.arange(count, device=self.device)
         columns = torch.arange(self.cache.length + count, device=self.device)
+        visible = (columns <= positions[:, None]) & (columns >= self._first_row)
         self.cache.prepare(positions[None], columns.shape[0])
-        self._run(next_tokens, hidden, positions, columns <= positions[:, None])
+        self._run(next_tokens, hidden, positions, torch.where(visible, columns, -1))
         self.cache.length += count
         self.num_rows += count
 
@@ -104,13 +108,10 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
             held, self._held = self._held, []
             self.feed(torch.cat([hidden for hidden, _ in held]), torch.cat([tokens for _, tokens in held]))
         k, depth = self.tree.top_k, self.tree.depth
-        view = self._view()
-        columns = torch.arange(view, device=self.device)
 
         # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
-        positions = self.num_rows + torch.arange(self.tree.num_path_slots, device=self.device)
-        self.cache.prepare(positions[None], view)
-        output = self._run(self.pending_tokens, self.pending_hidden, positions, columns <= positions[:, None])
+        columns = torch.arange(self.tree.num_path_slots, device=self.device)
+        output = self._see(self.pending_tokens, self.pending_hidden, columns, columns, self._chain)
         self.num_rows += self.num_pending
         last = output.index_select(0, self.num_pending - 1)
         scores, tokens = self.vocabulary.topk(last, k)
@@ -119,16 +120,12 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         beam_hidden = last.expand(k, -1)
         beam_flat = torch.arange(k, device=self.device)
         all_scores, all_tokens, all_parents = [beam_scores], [beam_tokens], [torch.full_like(beam_flat, -1)]
-        ancestors = torch.zeros(k, depth * k, dtype=torch.bool, device=self.device)
-        own = torch.eye(k, dtype=torch.bool, device=self.device)
-        tree_columns = columns - self.num_rows
-        in_tree = (tree_columns >= 0) & (tree_columns < depth * k)
+        columns = torch.arange(depth * k, device=self.device)
+        ancestors = torch.zeros_like(self._own_bits[:k])
         for level in range(depth):
-            ancestors[:, level * k : (level + 1) * k] = own
-            rows = self.num_rows + level * k + torch.arange(k, device=self.device)
-            visible = (columns < self.num_rows) | (in_tree & ancestors[:, tree_columns.clamp(0, depth * k - 1)])
-            self.cache.prepare(rows[None], view)
-            output = self._run(beam_tokens, beam_hidden, (self.num_rows + level).expand(k), visible)
+            own = slice(level * k, (level + 1) * k)
+            ancestors = ancestors | self._own_bits[own]
+            output = self._see(beam_tokens, beam_hidden, columns[own], columns[:k] * 0 + level, ancestors)
             scores, tokens = self.vocabulary.topk(output, k)
             children = (beam_scores[:, None] + scores).flatten()
             all_scores.append(children)
@@ -168,10 +165,23 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         """Tell the host side how many rows of true features there are, and how many of them `draft` starts from."""
         self.cache.length, self._num_expected = num_rows, num_expected
 
+    def _see(self, tokens: Tensor, hidden: Tensor, columns: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        """The head's output `[T, H]` for rows that stand in these columns of the tree behind the true features.
+
+        Args:
+            tokens, hidden: int64 `[T]` and `[T, H]`.
+            columns, depths: int64 `[T]`.
+            ancestors: int64 `[T, W]`, see `Sight`.
+        """
+        view = self._view()
+        nowhere = torch.zeros(1, ancestors.shape[1] * WORD, dtype=torch.int64, device=self.device)  # no window asks
+        sight = Sight(self.num_rows, ancestors[None], nowhere, self._first_row)
+        self.cache.prepare((self.num_rows + columns)[None], view)
+        return self._run(tokens, hidden, self.num_rows + depths, sight.positions(view)[0])
+
     def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         embeddings = self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(hidden)
-        visible = visible & (torch.arange(visible.shape[1], device=self.device) >= self._first_row)
-        mask = additive_mask(torch.where(visible, 0, -1), positions, None, hidden.dtype)
+        mask = additive_mask(visible, positions, None, hidden.dtype)
         return self.head(embeddings[None], hidden[None], positions[None], mask, self.cache)[0]  # type: ignore[no-any-return]
 
     # transformers' assisted decoding ---------------------------------------------------------------------------

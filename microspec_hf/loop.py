@@ -11,7 +11,7 @@ from torch import Tensor
 from microspec_hf import ops
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.engine import Rounds, round_up
-from microspec_hf.hf import Target, TreeCache
+from microspec_hf.hf import Sight, Target, TreeCache
 from microspec_hf.state import GenerationState
 from microspec_hf.tree import DraftTree
 from microspec_hf.verification import Ends, Judgement, TokenRule, verify
@@ -227,29 +227,16 @@ def _target_pass(
     Also the rows of every layer, where they are recorded.
     """
     num_nodes = max(tree.num_nodes for tree in trees)
-    view = cache.length + num_nodes
-    inputs = [_tree_inputs(text.state, tree, num_nodes, view) for text, tree in zip(texts, trees, strict=True)]
-    tokens, positions, visible, rows = (torch.stack(parts) for parts in zip(*inputs, strict=True))
+    device = target.device
+    parts = [tree.padded(num_nodes) for tree in trees]
+    tokens, depths, ancestors = (torch.stack([part[i] for part in parts]).to(device) for i in range(3))
+    length = torch.cat([text.state.length for text in texts])
+    positions = length[:, None] + depths
     if target.position_limit is not None:  # nodes that were cut off stand on the last position that there is
         last = target.position_limit - 1
         positions = torch.where(positions[:, :1] > last, positions, positions.clamp(max=last))
-    cache.prepare(rows, view)
-    return target.forward(tokens, positions, visible, cache, record.hidden_states)
-
-
-def _tree_inputs(
-    state: GenerationState, tree: DraftTree, num_nodes: int, view: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens `[N]`, positions `[N]`, visible positions `[N, view]` and cache rows `[N]` of a tree padded to N nodes."""
-    device, padding = state.ids.device, num_nodes - tree.num_nodes
-    tokens = torch.nn.functional.pad(tree.tokens.clamp(min=0).to(device), (0, padding))
-    depths = torch.nn.functional.pad(tree.depths.to(device), (0, padding))
-    ancestors = torch.nn.functional.pad(tree.ancestor_mask().to(device), (0, padding, 0, padding))
-    columns = torch.arange(view, device=device) - state.length
-    node = columns.clamp(0, num_nodes - 1)
-    in_tree = (columns >= 0) & (columns < num_nodes) & ancestors[:, node]
-    visible = torch.where(in_tree, state.length + depths[node], torch.where(columns < 0, columns + state.length, -1))
-    return tokens, state.length + depths, visible, state.length + torch.arange(num_nodes, device=device)
+    sight = Sight(length, ancestors[..., None], positions - length[:, None], torch.zeros_like(length))
+    return target.see(tokens, positions, sight, cache, record.hidden_states)
 
 
 def _logits(target: Target, hidden: Tensor) -> Tensor:

@@ -57,6 +57,15 @@ class DraftTree:
         is_over = (root_position + self.depths >= limit) & (root_position < limit)
         return replace(self, tokens=torch.where(is_over, -1, self.tokens))
 
+    def padded(self, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, depths and ancestors `[num_nodes]` of a target pass; rows behind the tree see none of its nodes."""
+        behind = (0, num_nodes - self.num_nodes)
+        rows = self.tokens.clamp(min=0), self.depths, self.ancestors
+        if behind == (0, 0):
+            return rows
+        tokens, depths, ancestors = (torch.nn.functional.pad(row, behind) for row in rows)
+        return tokens, depths, ancestors
+
     def ancestor_mask(self) -> Tensor:
         """bool `[N, N]`: row i marks node i and its ancestors."""
         bits = torch.arange(self.num_nodes, device=self.ancestors.device)

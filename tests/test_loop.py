@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 
 import microspec_hf
 from microspec_hf import EagleHead, TreeConfig, VocabularyConfig, loop
+from microspec_hf.hf import Sight, Target
 from microspec_hf.loop import Record, step
 from microspec_hf.verification import TokenRule
 from tests.doubles import (
@@ -202,12 +203,14 @@ def test_source_of_a_round_reads_the_device_once() -> None:
     generator = microspec_hf.MicroSpecCandidateGenerator
     for part in (
         loop._target_pass,
-        loop._tree_inputs,
+        Target.see,
+        Sight.positions,
         generator.draft,
         generator.hold,
         generator.learn,
         generator.commit,
         generator.feed,
+        generator._see,
         generator._run,
     ):
         assert waits.findall(inspect.getsource(part)) == []

@@ -8,17 +8,22 @@ from microspec_hf.hf.cache import TreeCache, TreeCacheLayer, cache_argument, cac
 from microspec_hf.hf.check import check_tree_pass
 from microspec_hf.hf.head import TargetHead
 from microspec_hf.hf.requests import caller_cache, processors_of_row, refuse_processors_of_batch, refuse_request
+from microspec_hf.hf.sight import WORD, Sight, bit_words, chain_words
 from microspec_hf.hf.target import Target, additive_mask
 
 __all__ = [
+    "WORD",
+    "Sight",
     "Target",
     "TargetHead",
     "TreeCache",
     "TreeCacheLayer",
     "additive_mask",
+    "bit_words",
     "cache_argument",
     "cache_field",
     "caller_cache",
+    "chain_words",
     "check_tree_pass",
     "export_cache",
     "import_cache",

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from microspec_hf.hf.cache import TreeCache, cache_argument
 from microspec_hf.hf.head import read_head
 from microspec_hf.hf.rows import input_device
+from microspec_hf.hf.sight import Sight
 from microspec_hf.hf.support import attention_windows, position_limit, refuse_length, refuse_unsupported
 
 
@@ -53,6 +54,20 @@ class Target:
 
     def new_cache(self) -> TreeCache:
         return TreeCache(int(self.config.num_hidden_layers))
+
+    def see(
+        self, tokens: Tensor, positions: Tensor, sight: Sight, cache: TreeCache, every_layer: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `forward`, for rows that stand behind their texts in the order of a tree's columns.
+
+        Args:
+            tokens, positions: int64 `[B, T]`.
+            sight: what they see; column j is row j.
+            cache: with room for them.
+        """
+        view = cache.length + tokens.shape[1]
+        cache.prepare(sight.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device), view)
+        return self.forward(tokens, positions, sight.positions(view), cache, every_layer)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, every_layer: bool = False

@@ -7,15 +7,15 @@ arguments that reach the fault; without it every check passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from microspec_hf import DraftTree, MicroSpecCandidateGenerator, generation, loop, ops, verification
-from microspec_hf.hf import TreeCache
+from microspec_hf import DraftTree, MicroSpecCandidateGenerator, generation, ops, verification
+from microspec_hf.hf import Sight, Target, TreeCache, chain_words
 from microspec_hf.hf import target as hf_target
 from microspec_hf.stopping import Stops
 from microspec_hf.verification import TokenRule
@@ -74,54 +74,49 @@ class Fault:
     keeps: tuple[str, ...] = ()
 
 
-def _tree_inputs(patch: Patch, change: Callable[..., Any]) -> None:
-    """Change tokens, positions, visible positions and rows of every tree before the target sees them."""
-    original = loop._tree_inputs
+def _tree_pass(patch: Patch, change: Callable[[Tensor, Sight], tuple[Tensor, Sight]]) -> None:
+    """Change the positions `[B, N]` of every tree, and what its nodes see, before the target does."""
+    original = Target.see
 
-    def changed(state: Any, tree: DraftTree, num_nodes: int, view: int) -> Any:
-        return change(state, *original(state, tree, num_nodes, view))
+    def changed(self: Target, tokens: Tensor, positions: Tensor, sight: Sight, *others: Any) -> Any:
+        return original(self, tokens, *change(positions, sight), *others)
 
-    patch.setattr(loop, "_tree_inputs", changed)
+    patch.setattr(Target, "see", changed)
 
 
 def mask_off_by_one(patch: Patch) -> None:
     """A node sees the neighbours of its ancestors."""
-
-    def change(state: Any, tokens: Tensor, positions: Tensor, visible: Tensor, rows: Tensor) -> Any:
-        own = state.num_cached
-        return tokens, positions, torch.cat([visible[:, :own], visible[:, own:].roll(1, dims=1)], dim=1), rows
-
-    _tree_inputs(patch, change)
+    _tree_pass(patch, lambda positions, sight: (positions, replace(sight, ancestors=sight.ancestors << 1)))
 
 
 def siblings_visible(patch: Patch) -> None:
     """A node sees all nodes before it, as in a chain."""
 
-    def change(state: Any, tokens: Tensor, positions: Tensor, visible: Tensor, rows: Tensor) -> Any:
-        columns = torch.arange(visible.shape[1])
-        return tokens, positions, torch.where(columns <= rows[:, None], columns, -1), rows
+    def change(positions: Tensor, sight: Sight) -> tuple[Tensor, Sight]:
+        chain = chain_words(positions.shape[1], positions.device)
+        return positions, replace(sight, ancestors=chain.expand_as(sight.ancestors))
 
-    _tree_inputs(patch, change)
+    _tree_pass(patch, change)
 
 
 def positions_off_by_one(patch: Patch) -> None:
-    _tree_inputs(patch, lambda state, tokens, positions, visible, rows: (tokens, positions + 1, visible, rows))
+    _tree_pass(patch, lambda positions, sight: (positions + 1, sight))
 
 
 def positions_by_row(patch: Patch) -> None:
     """A node's position is its row in the cache, not its depth."""
-    _tree_inputs(patch, lambda state, tokens, positions, visible, rows: (tokens, rows, visible, rows))
+    _tree_pass(patch, lambda positions, sight: (sight.length[:, None] + torch.arange(positions.shape[1]), sight))
 
 
 def latest_row_forgotten(patch: Patch) -> None:
     """The tree does not see the last token before its root."""
+    original = Sight.positions
 
-    def change(state: Any, tokens: Tensor, positions: Tensor, visible: Tensor, rows: Tensor) -> Any:
-        visible = visible.clone()
-        visible[:, state.num_cached - 1] = -1
-        return tokens, positions, visible, rows
+    def changed(self: Sight, view: int) -> Tensor:
+        is_latest = torch.arange(view) == self.length[:, None, None] - 1
+        return original(self, view).masked_fill(is_latest, -1)
 
-    _tree_inputs(patch, change)
+    patch.setattr(Sight, "positions", changed)
 
 
 def wrong_row_compacted(patch: Patch) -> None:
