@@ -37,7 +37,7 @@ class Sight:
         column = offset.clamp(0, self.depths.shape[1] - 1)
         words = self.ancestors.gather(2, (column // WORD)[:, None].expand(-1, self.ancestors.shape[1], -1))
         is_behind = (offset >= 0) & (offset < self.depths.shape[1])
-        in_tree = is_behind[:, None] & ((words >> (column % WORD)[:, None]) & 1).bool()
+        in_tree = is_behind[:, None] & ((words >> (column % WORD)[:, None]) & 1 == 1)
         in_text = (offset < 0) & (columns >= self.first[:, None])
         behind = self.length[:, None] + self.depths.gather(1, column)
         return torch.where(in_tree, behind[:, None], torch.where(in_text, columns, -1)[:, None])
