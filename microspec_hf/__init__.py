@@ -10,6 +10,7 @@ from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleConfig, EagleHead, load_drafter
 from microspec_hf.generation import MicroSpecOutput, generate, register, run, unregister
+from microspec_hf.sessions import release
 from microspec_hf.stats import SpeculationStats
 from microspec_hf.tree import DraftTree, Verification
 
@@ -29,6 +30,7 @@ __all__ = [
     "generate",
     "load_drafter",
     "register",
+    "release",
     "run",
     "unregister",
 ]

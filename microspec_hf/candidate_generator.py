@@ -11,7 +11,7 @@ from transformers.generation import CandidateGenerator
 from microspec_hf import ops
 from microspec_hf.config import TreeConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.hf import WORD, Sight, Target, TreeCache, additive_mask, bit_words, chain_words
+from microspec_hf.hf import WORD, Sight, Target, TreeCache, TreePass, additive_mask, bit_words, chain_words
 from microspec_hf.tree import DraftTree, Verification
 from microspec_hf.vocabulary import DraftVocabulary
 
@@ -32,15 +32,24 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         head: the EAGLE head, on the device and in the dtype of the target's LM head.
         vocabulary: over which rows of the LM head the head's scores are computed.
         tree: shape of the draft tree.
+        tree_pass: of the head, for rounds that are captured.
     """
 
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": True}  # noqa: RUF012 (transformers' own field)
 
-    def __init__(self, target: Target, head: EagleHead, vocabulary: DraftVocabulary, tree: TreeConfig):
+    def __init__(
+        self,
+        target: Target,
+        head: EagleHead,
+        vocabulary: DraftVocabulary,
+        tree: TreeConfig,
+        tree_pass: TreePass | None = None,
+    ):
         self.target, self.head, self.vocabulary, self.tree = target, head, vocabulary, tree
+        self.tree_pass = tree_pass
         self.device = target.head.device
-        self.cache = TreeCache(num_layers=1)
+        self.cache = TreeCache(num_layers=1, is_fixed=tree_pass is not None)
         self.num_rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.pending_hidden = torch.zeros(
             tree.num_path_slots, target.hidden_size, dtype=target.dtype, device=self.device
@@ -56,6 +65,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
 
     def start_at(self, position: int) -> None:
         """The first features to come are those of this position; rows before it are never seen."""
+        self._held.clear()
         self.cache.length = position
         self._first_row.fill_(position)
         self.num_rows.fill_(position)
@@ -85,18 +95,17 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self.num_pending.copy_(count)
 
     @property
-    def size(self) -> tuple[int, int]:
-        """What the shapes of a draft depend on: the rows of features, rounded up, and the room for more."""
-        return self.cache.length, self.cache.capacity
+    def size(self) -> tuple[int, ...]:
+        """What the shapes of a draft depend on."""
+        return self.cache.shape
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether `hold` has kept rows for the next draft."""
-        return bool(self._held)
+    def can_be_captured(self, drafts: bool) -> bool:
+        """Whether a round that drafts, or does not, depends on nothing that the host keeps: what `hold` does."""
+        return drafts and not self._held
 
-    def reserve(self) -> None:
-        """Make room for the rows of a draft, so that `draft` itself allocates nothing that outlives it."""
-        self.cache.reserve(self._view())
+    def reserve(self, slack: int) -> None:
+        """Make room for the rows of a draft, and for `slack` rows that the host does not know of yet."""
+        self.cache.reserve(self._view() + slack)
 
     def _view(self) -> int:
         return self.cache.length + self.tree.num_path_slots + self.tree.depth * self.tree.top_k
@@ -177,12 +186,19 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         nowhere = torch.zeros(1, ancestors.shape[1] * WORD, dtype=torch.int64, device=self.device)  # no window asks
         sight = Sight(self.num_rows, ancestors[None], nowhere, self._first_row)
         self.cache.prepare((self.num_rows + columns)[None], view)
-        return self._run(tokens, hidden, self.num_rows + depths, sight.positions(view)[0])
+        positions = self.num_rows + depths
+        if self.tree_pass is None:
+            return self._run(tokens, hidden, positions, sight.positions(view)[0])
+        run = self.tree_pass.over(self.cache, sight)
+        return run(self._embed(tokens, hidden)[None], hidden[None], positions[None], self.tree_pass.mask)[0]  # type: ignore[no-any-return]
 
     def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        embeddings = self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(hidden)
         mask = additive_mask(visible, positions, None, hidden.dtype)
+        embeddings = self._embed(tokens, hidden)
         return self.head(embeddings[None], hidden[None], positions[None], mask, self.cache)[0]  # type: ignore[no-any-return]
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        return self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(like)  # type: ignore[no-any-return]
 
     # transformers' assisted decoding ---------------------------------------------------------------------------
 

@@ -46,6 +46,9 @@ class TreeConfig:
                 f"Lower num_nodes to at most {self.num_candidates + 1}, or raise depth or top_k."
             )
 
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
     @property
     def num_levels(self) -> int:
         """Levels below the root: the most drafts that one round can accept."""
@@ -83,6 +86,7 @@ class VocabularyConfig:
         floor: dynamic, coral, dynaspec: how many of `token_ids` never leave (DynaSpec's static core), besides the stop
             ids, which never do.
         router: coral, dynaspec: folder of the trained router, see `examples/train_router.py`.
+        overlap: dynamic: copy new rows on a side stream, beside the drafter's first pass (MicroSpec section 4.2).
     """
 
     kind: Literal["full", "static", "dynamic", "coral", "dynaspec"] = "dynamic"
@@ -95,6 +99,7 @@ class VocabularyConfig:
     window: Literal["lru", "stream"] = "lru"
     floor: int = 0
     router: str | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         _require_choice(self, "kind", ("full", "static", "dynamic", "coral", "dynaspec"))
@@ -141,8 +146,10 @@ class MicroSpecConfig:
             most tokens a second on this machine is taken.
         vocabulary: the draft vocabulary, or just its kind (`"full"`, `"dynamic"`).
         prefill_chunk: prompt positions in one target pass (bounds the memory of a long prompt).
-        cuda_graphs: capture rounds in CUDA graphs and replay them, where all of the model is on one GPU and the
-            processors look at scores only; elsewhere rounds run as they are.
+        engine: how rounds are run. `"eager"`: as they are. `"graphs"`: captured in CUDA graphs and replayed, where all
+            of the model is on one GPU and the processors look at scores only; elsewhere eagerly. `"compiled"`:
+            likewise, with the element-wise work of the layers compiled, which the first call waits for. `"auto"`:
+            `"compiled"` on a GPU.
         fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`); never
             while sampling, where a seed must repeat the text. False: every pass drafts, so that acceptance lengths can
             be compared.
@@ -151,7 +158,7 @@ class MicroSpecConfig:
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
     prefill_chunk: int = 512
-    cuda_graphs: bool = False
+    engine: Literal["auto", "eager", "graphs", "compiled"] = "auto"
     fallback: bool = True
 
     def __post_init__(self) -> None:
@@ -170,6 +177,7 @@ class MicroSpecConfig:
                 f"vocabulary must be a VocabularyConfig, a dict of its fields or a kind, got {vocabulary!r}."
             )
         _require_int(self, "prefill_chunk", low=1)
+        _require_choice(self, "engine", ("auto", "eager", "graphs", "compiled"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MicroSpecConfig:

@@ -1,7 +1,7 @@
 """How the device part of a round is run: as it is, or captured once in a CUDA graph and replayed.
 
 A round reads and writes the same buffers each time and looks at no value on the host, so that a replay of its kernels
-is a round. Only sizes of views change with the length of a text; they go up in steps, and each step is captured anew.
+is a round, whatever the length of the text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from microspec_hf import ops
 
@@ -17,23 +18,30 @@ Outcome = TypeVar("Outcome")
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """Records what a function does on the device without doing it: its result, and a function that does it again."""
 
-STEP = 256
-"""Rows by which the views of captured rounds grow: at most one capture for so many tokens."""
+MOST_IN_FLIGHT = 2
+"""Rounds that are begun and not yet read: while the host reads one, the device is at the next."""
+MAX_CAPTURES = 16
+"""Captures that are kept; lengths that outgrow their buffers are captured anew."""
 
 
 class Rounds:
-    """Runs every round as it is.
+    """Runs every round as it is."""
 
-    Args:
-        step: sizes of views are multiples of it.
-    """
+    run_ahead = False
+    """Whether the next round may begin before the host has seen what this one decided."""
 
-    def __init__(self, step: int = 1):
-        self.step = step
+    def run(self, key: Hashable, decide: Callable[[], Outcome], reads: Any = None) -> Outcome:
+        """The result of `decide()`; its device work depends on the contents of buffers and on `key` alone.
 
-    def run(self, key: Hashable, decide: Callable[[], Outcome]) -> Outcome:
-        """The result of `decide()`; its device work depends on the contents of buffers and on `key` alone."""
+        Args:
+            key, decide: see above.
+            reads: what owns tensors that `decide` reads and that nobody else may keep.
+        """
         return decide()
+
+    def send(self, news: Tensor) -> Callable[[], list[list[int]]]:
+        """Start to bring int64 `[B, P]` to the host; the result waits for it."""
+        return news.tolist
 
 
 class CapturedRounds(Rounds):
@@ -41,27 +49,47 @@ class CapturedRounds(Rounds):
 
     Args:
         capture: how to capture; by default in a CUDA graph.
-        step: as for `Rounds`.
     """
 
-    def __init__(self, capture: Capture | None = None, step: int = STEP):
-        super().__init__(step)
+    run_ahead = True
+
+    def __init__(self, capture: Capture | None = None):
         self._capture = capture or CudaCapture()
+        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
         self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
+        self._captured: dict[Hashable, tuple[Any, Callable[[], None], Any]] = {}
         self.num_replays = 0
 
-    def run(self, key: Hashable, decide: Callable[[], Outcome]) -> Outcome:
+    def run(self, key: Hashable, decide: Callable[[], Outcome], reads: Any = None) -> Outcome:
         if key not in self._seen:
             self._seen.add(key)
             return decide()
         if key not in self._captured:
-            self._captured[key] = self._capture(decide)
+            if len(self._captured) == MAX_CAPTURES:
+                self._captured.clear()
+            self._captured[key] = (*self._capture(decide), reads)
         outcome: Outcome
-        outcome, replay = self._captured[key]
+        outcome, replay, _ = self._captured[key]
         replay()
         self.num_replays += 1
         return outcome
+
+    def send(self, news: Tensor) -> Callable[[], list[list[int]]]:
+        if news.device.type != "cuda":
+            return news.clone().tolist  # the next replay writes where this one did
+        if not self._slots or self._slots[0][0].shape != news.shape:
+            pinned = [torch.empty(news.shape, dtype=news.dtype, pin_memory=True) for _ in range(MOST_IN_FLIGHT)]
+            self._slots = [(slot, torch.cuda.Event()) for slot in pinned]
+        slot, arrived = self._slots.pop(0)
+        self._slots.append((slot, arrived))
+        slot.copy_(news, non_blocking=True)
+        arrived.record()
+
+        def read() -> list[list[int]]:
+            arrived.synchronize()
+            return slot.tolist()
+
+        return read
 
 
 class CudaCapture:
@@ -82,7 +110,3 @@ def can_capture(devices: set[torch.device]) -> bool:
     """Whether work on these devices fits into one CUDA graph."""
     return len(devices) == 1 and next(iter(devices)).type == "cuda"
 
-
-def round_up(size: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-size // step) * step

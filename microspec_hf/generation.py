@@ -21,14 +21,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, StopStringCriteria
+from transformers.utils import logging
 
 from microspec_hf.autotune import choose_tree
-from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig
 from microspec_hf.drafters import find_drafter
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
-from microspec_hf.engine import CapturedRounds, Rounds, can_capture
 from microspec_hf.hf import (
+    WORD,
     Target,
     cache_field,
     caller_cache,
@@ -41,11 +41,14 @@ from microspec_hf.hf import (
 )
 from microspec_hf.loop import Record
 from microspec_hf.pace import Pace
+from microspec_hf.sessions import AHEAD_ROWS, Plan, open_sessions
 from microspec_hf.stats import SpeculationStats
 from microspec_hf.stopping import Stops, without_stop_strings
 from microspec_hf.verification import TokenRule
 from microspec_hf.vocabulary import make_vocabulary
 from microspec_hf.writing import Progress, write
+
+logger = logging.get_logger(__name__)
 
 NAME = "microspec"
 
@@ -105,7 +108,7 @@ def run(
     Args:
         model: the target.
         drafter: an `EagleHead`, a folder, a Hub id, or `"auto"` to look the target up in the drafter table. None: what
-            the model's generation config names as `drafter`.
+            the model's generation config names as `drafter`; nothing there: plain decoding on the same engine.
         microspec: options, see `MicroSpecConfig`.
         streamer, tokenizer, stop_strings, stopping_criteria, generate_arguments: as for `generate`. A streamer that has
             a method `begin_round(num_emitted)` is told before it gets the tokens of one target pass; the last of them
@@ -165,27 +168,6 @@ def generate(
     prompts = _prompts(input_ids, model_kwargs)
     cache = caller_cache(model_kwargs, [prompt for _, prompt in prompts], input_ids.shape[1])
     head = _resolve_drafter(model, target, drafter, generation_config)
-    stops = Stops(stopping_criteria)
-    for _, prompt in prompts:
-        target.refuse_length(prompt.shape[0], stops.max_length - input_ids.shape[1] + prompt.shape[0])
-    if len(prompts) > 1:
-        _refuse_batch(generation_config, stops, streamer)
-        refuse_processors_of_batch(logits_processor)
-    make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), top_k=1)  # refuses lists that do not fit
-    check_tree_pass(target)
-    if isinstance(config.tree, TreeConfig):
-        tree, pace = config.tree, Pace()
-    else:
-        choice = choose_tree(target, head)
-        # The cost was measured for one text; a batch of several finds its own.
-        tree, pace = choice.tree, Pace(surely_pays=choice.cost) if len(prompts) == 1 else Pace()
-    rows = []
-    for row, (padding, prompt) in enumerate(prompts):
-        rule = TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding)
-        vocabulary = make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), tree.top_k, tree.num_nodes)
-        rows.append((MicroSpecCandidateGenerator(target, head, vocabulary, tree), rule, prompt))
-    caches = [target.new_cache() for _ in rows]
-    import_cache(cache, caches[0])
     wants_scores, wants_logits, wants_hidden_states = (
         bool(generation_config.return_dict_in_generate and asked)
         for asked in (
@@ -195,11 +177,39 @@ def generate(
         )
     )
     record = Record(wants_scores or wants_logits, wants_hidden_states)
-    texts, rest = write(
-        target, rows, caches, config, stops, streamer, record, wants_scores, pace, choose_rounds(target, config, rows)
+    stops = Stops(stopping_criteria, shows_scores=wants_scores)
+    for _, prompt in prompts:
+        target.refuse_length(prompt.shape[0], stops.max_length - input_ids.shape[1] + prompt.shape[0])
+    if len(prompts) > 1:
+        _refuse_batch(generation_config, stops, streamer)
+        refuse_processors_of_batch(logits_processor)
+    make_vocabulary(config.vocabulary, target.head, sorted(stops.ids), top_k=1)  # refuses lists that do not fit
+    check_tree_pass(target)
+    if head is None or isinstance(config.tree, TreeConfig):
+        tree, pace = config.tree if isinstance(config.tree, TreeConfig) else TreeConfig(), Pace()
+    else:
+        choice = choose_tree(target, head)
+        # The cost was measured for one text; a batch of several finds its own.
+        tree, pace = choice.tree, Pace(surely_pays=choice.cost) if len(prompts) == 1 else Pace()
+    rows = [
+        (TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding), prompt)
+        for row, (padding, prompt) in enumerate(prompts)
+    ]
+    longest = max(prompt.shape[0] for _, prompt in rows)
+    plan = Plan(
+        head,
+        config,
+        tree,
+        sorted(stops.ids),
+        num_rows=len(rows),
+        length=longest + int(min(stops.max_length - input_ids.shape[1], AHEAD_ROWS)) + 2 * WORD,
+        is_capturable=not wants_hidden_states and all(rule.is_history_free for rule, _ in rows),
     )
-    if len(texts) == 1:
-        export_cache(rest, texts[0].length - 1, cache)
+    with open_sessions(target, plan) as sessions:
+        import_cache(cache, sessions[0].cache)
+        texts, rest = write(sessions, rows, config, stops, streamer, record, pace)
+        if len(texts) == 1:
+            export_cache(rest, texts[0].length - 1, cache)
     return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)
 
 
@@ -272,14 +282,16 @@ def _refuse_batch(config: GenerationConfig, stops: Stops, streamer: Any) -> None
 
 def _resolve_drafter(
     model: PreTrainedModel, target: Target, drafter: Drafter | None, config: GenerationConfig
-) -> EagleHead:
+) -> EagleHead | None:
     chosen = drafter if drafter is not None else getattr(config, "drafter", None)
     chosen = chosen if chosen is not None else getattr(model.generation_config, "drafter", None)
     if chosen is None:
-        raise ValueError(
-            "No drafter was named. Pass drafter=<Hub id, folder or EagleHead>, set model.generation_config.drafter, "
-            'or pass drafter="auto" for a target of the drafter table (microspec_hf.drafters.KNOWN).'
+        logger.warning_once(
+            "No drafter was named, so that decoding is plain. Pass drafter=<Hub id, folder or EagleHead>, set "
+            'model.generation_config.drafter, or pass drafter="auto" for a target of the drafter table '
+            "(microspec_hf.drafters.KNOWN)."
         )
+        return None
     if chosen == "auto":
         chosen = find_drafter(model)
     head = _load_once(model, chosen, target)
@@ -300,15 +312,6 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     if key not in loaded:
         loaded[key] = load_drafter(source, **where)
     return loaded[key]
-
-
-def choose_rounds(
-    target: Target, config: MicroSpecConfig, rows: Sequence[tuple[MicroSpecCandidateGenerator, TokenRule, Tensor]]
-) -> Rounds:
-    """How the rounds of a call are run: replayed where that is asked for and possible."""
-    devices = {parameter.device for parameter in target.model.parameters()}
-    possible = can_capture(devices) and target.head.stored is None and all(rule.is_history_free for _, rule, _ in rows)
-    return CapturedRounds() if config.cuda_graphs and possible else Rounds()
 
 
 def _output(

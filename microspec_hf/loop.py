@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from microspec_hf import ops
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
-from microspec_hf.engine import Rounds, round_up
+from microspec_hf.engine import Rounds
 from microspec_hf.hf import Sight, Target, TreeCache
+from microspec_hf.plain import NoDrafter
 from microspec_hf.state import GenerationState
 from microspec_hf.tree import DraftTree
 from microspec_hf.verification import Ends, Judgement, TokenRule, verify
@@ -32,6 +33,8 @@ class Record:
     scores: bool = False
     hidden_states: bool = False
 
+
+Drafter = MicroSpecCandidateGenerator | NoDrafter
 
 NOTHING = Record()
 AS_THEY_ARE = Rounds()
@@ -67,28 +70,21 @@ class Text:
         ends: see `verification.verify`.
     """
 
-    drafter: MicroSpecCandidateGenerator
+    drafter: Drafter
     rule: TokenRule
     state: GenerationState
     ends: Ends | None = None
 
 
-def prefill(
-    target: Target,
-    drafter: MicroSpecCandidateGenerator,
-    prompt: Tensor,
-    rule: TokenRule,
-    chunk: int,
-    record: Record,
-    cache: TreeCache,
-) -> tuple[Text, Emission]:
-    """Run the prompt through the target in chunks, feed the drafter, and decide the first token.
+def prefill(target: Target, text: Text, prompt: Tensor, cache: TreeCache, chunk: int, record: Record) -> Emission:
+    """Begin a text: run its prompt through the target in chunks, feed the drafter, and decide the first token.
 
     Args:
         prompt: int64 `[L]`, L >= 1.
-        chunk: positions in one target pass.
         cache: gets the rows of the prompt. Where it holds the first ones already, the drafter starts behind them.
+        chunk: positions in one target pass.
     """
+    drafter, rule = text.drafter, text.rule
     begin, length = cache.length, prompt.shape[0]
     if target.position_limit is not None and length > target.position_limit:
         chunk = length  # the angles of all positions are those of the longest: one pass
@@ -122,19 +118,28 @@ def prefill(
         torch.nn.functional.pad(first.to(drafter.device), (0, padding)),
         torch.ones(1, dtype=torch.int64, device=drafter.device),
     )
-    state = GenerationState(
-        ids=torch.cat([prompt, first]),
-        root=first.clone(),
-        length=torch.tensor([length], device=prompt.device),
-        prompt_length=length,
-    )
-    emission = Emission(
+    text.state.begin(prompt, first)
+    return Emission(
         tokens=first.tolist(),
         logits=logits.float() if record.scores else None,
         scores=scores if record.scores else None,
         hidden_states=tuple(torch.cat(parts, dim=1)[0] for parts in zip(*layers, strict=True)),
     )
-    return Text(drafter, rule, state), emission
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A round on its way.
+
+    Args:
+        texts: in the order of the cache.
+        decided: what it leaves on the device.
+        news: waits for the device and gives, for each text, the number of new tokens and the tokens.
+    """
+
+    texts: Sequence[Text]
+    decided: _Decided
+    news: Callable[[], list[list[int]]]
 
 
 def step(
@@ -152,28 +157,52 @@ def step(
         draft: False: the trees are their roots, and each text gets one token, as from plain decoding.
         rounds: how the device part is run.
     """
-    for text in texts:
-        text.drafter.reserve()
-    cache.reserve(cache.length + max(text.drafter.tree.num_nodes for text in texts))
-    key = draft, len(texts), cache.length, cache.capacity, *(text.drafter.size for text in texts)
-    if not draft or any(text.drafter.is_behind for text in texts):  # these take host-side lists in
-        rounds = Rounds(rounds.step)
-    decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft))
+    return collect(launch(target, texts, cache, record, draft, rounds), cache, record)
 
-    # The one copy from device to host: how many tokens each text gets, and which.
+
+def launch(
+    target: Target,
+    texts: Sequence[Text],
+    cache: TreeCache,
+    record: Record,
+    draft: bool,
+    rounds: Rounds,
+    in_flight: int = 0,
+) -> Launched:
+    """Begin a round, see `step`.
+
+    Args:
+        in_flight: rounds that were begun before and are not collected; only where `rounds.run_ahead`.
+    """
+    slack = in_flight * max(text.drafter.tree.num_path_slots for text in texts)
+    for text in texts:
+        text.drafter.reserve(slack)
+    cache.reserve(cache.length + slack + max(text.drafter.tree.num_nodes for text in texts))
+    key = draft, record, cache.shape, *((text.drafter.size, text.rule.key) for text in texts)
+    if not all(text.drafter.can_be_captured(draft) for text in texts):
+        rounds = AS_THEY_ARE
+    decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft), [text.rule for text in texts])
+    return Launched(texts, decided, rounds.send(decided.news))
+
+
+def collect(launched: Launched, cache: TreeCache, record: Record) -> list[Emission]:
+    """Take what a round decided to the host."""
+    texts, decided = launched.texts, launched.decided
     emissions = []
-    for row, (count, *emitted) in enumerate(decided.news.tolist()):
+    for row, (count, *emitted) in enumerate(launched.news()):
         text, judgement = texts[row], decided.judgements[row]
         text.state.commit(emitted[:count])
-        text.drafter.commit(round_up(text.state.num_cached, rounds.step), count)
-        path = judgement.verification.path[:count]
-        kept = [layer[row].index_select(0, path.to(layer.device)) for layer in decided.layers]
+        text.drafter.commit(text.state.num_cached, count)
         raw = scores = None
+        kept: list[Tensor] = []
+        if record != NOTHING:
+            path = judgement.verification.path[:count]
+            kept = [layer[row].index_select(0, path.to(layer.device)) for layer in decided.layers]
         if record.scores:
             raw = decided.logits[row].index_select(0, path).to(text.state.ids.device, torch.float32)
             scores = raw if judgement.scores is None else judgement.scores[:count].clone()
         emissions.append(Emission(emitted[:count], raw, scores, tuple(kept), judgement.ended))
-    cache.length = round_up(max(text.state.num_cached for text in texts), rounds.step)
+    cache.length = max(text.state.num_cached for text in texts)
     return emissions
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 class GenerationState:
     """The text so far. The target's cache holds the rows of all its tokens but the last one.
 
+    `root` and `length` stay where they are from text to text, so that a captured round finds them again.
+
     Args:
         ids: int64 `[L]`, all decided tokens; the last one, the root of the next tree, is not in the cache yet.
         root: int64 `[1]`, the last decided token, written by each round in its place.
@@ -23,6 +25,19 @@ class GenerationState:
     root: Tensor
     length: Tensor
     prompt_length: int
+
+    @classmethod
+    def empty(cls, device: torch.device) -> GenerationState:
+        """Of no text yet."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(ids=nothing[:0], root=nothing.clone(), length=nothing.clone(), prompt_length=0)
+
+    def begin(self, prompt: Tensor, first: Tensor) -> None:
+        """A text of `prompt` `[L]`, whose rows are cached, and its first decided token `[1]`."""
+        self.ids = torch.cat([prompt, first])
+        self.root.copy_(first)
+        self.length.fill_(prompt.shape[0])
+        self.prompt_length = prompt.shape[0]
 
     @property
     def num_cached(self) -> int:

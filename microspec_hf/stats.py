@@ -22,7 +22,8 @@ class SpeculationStats:
         rows_gathered: rows copied into the packed buffer, over the call.
         evicted: ids that left the active vocabulary, over the call.
         prefill_seconds, decode_seconds: wall time before and after the first token.
-        tree: the tree that was used, as a dict.
+        tree: the tree that was used, as a dict; empty for plain decoding.
+        is_captured: whether rounds were replayed from CUDA graphs.
     """
 
     new_tokens: int = 0
@@ -37,6 +38,7 @@ class SpeculationStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tree: dict[str, int] = field(default_factory=dict)
+    is_captured: bool = False
 
     @property
     def rounds(self) -> int:

@@ -13,9 +13,15 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 
 class Stops:
-    """`generate`'s stopping criteria; the two that every call has are answered without touching the device."""
+    """`generate`'s stopping criteria; the two that every call has are answered without touching the device.
 
-    def __init__(self, criteria: StoppingCriteriaList):
+    Args:
+        criteria: as `generate` assembled them.
+        shows_scores: whether they are given the scores so far, as `generate` gives them with `output_scores`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, shows_scores: bool = False):
+        self.shows_scores = shows_scores
         self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=math.inf)
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         self.ids = frozenset(i for c in eos for i in c.eos_token_id.flatten().tolist())

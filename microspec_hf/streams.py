@@ -17,10 +17,11 @@ class SideStream:
 
     Args:
         device: where the work runs.
+        is_used: False: the work runs in line, so that what the stream gains can be measured.
     """
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_used: bool = True):
+        self._stream = torch.cuda.Stream(device) if is_used and device.type == "cuda" else None
         self._is_forked = False
 
     @contextmanager

@@ -8,7 +8,7 @@ used (EAGLE-2 section 4.2 in its simplest form; no rejection sampling).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,11 @@ class TokenRule:
         return not self.do_sample and not self.processors
 
     @property
+    def key(self) -> Hashable:
+        """Equal for rules that choose alike; one of its own where that cannot be told."""
+        return self.do_sample, tuple(_fingerprint(processor) for processor in self.processors)
+
+    @property
     def is_history_free(self) -> bool:
         """True when the processors may see all nodes of a tree at once, since they ignore the preceding ids."""
         return all(type(processor) in HISTORY_FREE for processor in self.processors)
@@ -80,6 +85,11 @@ class TokenRule:
         if self.do_sample:
             return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[:, 0]
         return scores.argmax(dim=-1)
+
+
+def _fingerprint(processor: Any) -> Hashable:
+    options = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(processor).items()}
+    return type(processor), repr(sorted(options.items())) if type(processor) in HISTORY_FREE else id(processor)
 
 
 @dataclass(frozen=True)

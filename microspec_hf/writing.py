@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig
-from microspec_hf.engine import Rounds
-from microspec_hf.hf import Target, TreeCache
-from microspec_hf.loop import Emission, Record, Text, prefill, step
+from microspec_hf.hf import TreeCache
+from microspec_hf.loop import NOTHING, Emission, Launched, Record, Text, collect, launch, prefill
 from microspec_hf.pace import Pace
+from microspec_hf.sessions import Session
 from microspec_hf.stats import SpeculationStats
 from microspec_hf.stopping import Stops
 from microspec_hf.verification import TokenRule
@@ -30,14 +29,12 @@ class Progress:
         stops: the stopping criteria.
         streamer: gets each token that is kept.
         length: tokens that are kept so far, the prompt included.
-        shows_scores: whether the criteria are given the scores so far, as `generate` gives them with `output_scores`.
     """
 
     text: Text
     stops: Stops
     streamer: Any
     length: int
-    shows_scores: bool
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     hidden_states: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -55,7 +52,7 @@ class Progress:
         """Ask the criteria about the text `[L]` up to its latest token."""
         padding = self.text.rule.padding
         seen = None
-        if self.shows_scores and scores is not None:
+        if self.stops.shows_scores and scores is not None:
             self._asked.append(scores)
             seen = (*self.scores, *self._asked)
         return self.stops(ids if padding is None else torch.cat([padding, ids]), token, seen)
@@ -89,6 +86,10 @@ class Progress:
                     return count, True
         return len(emission.tokens), bool(emission.ended)
 
+    def has_room_behind_a_round(self) -> bool:
+        """Whether the text goes on behind the round that is on its way, as far as its length tells."""
+        return self.stops.max_length - self.length > self.text.drafter.tree.num_path_slots
+
     def finish(self) -> None:
         """Read the counters; the text is not written on."""
         seen = self.text.drafter.vocabulary.statistics()
@@ -98,39 +99,50 @@ class Progress:
 
 
 def write(
-    target: Target,
-    drafters: Sequence[tuple[MicroSpecCandidateGenerator, TokenRule, Tensor]],
-    caches: Sequence[TreeCache],
+    sessions: Sequence[Session],
+    prompts: Sequence[tuple[TokenRule, Tensor]],
     config: MicroSpecConfig,
     stops: Stops,
     streamer: Any,
     record: Record,
-    shows_scores: bool,
     pace: Pace,
-    rounds: Rounds,
 ) -> tuple[list[Progress], TreeCache]:
     """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
     started = time.perf_counter()
+    target, rounds = sessions[0].target, sessions[0].rounds
     everyone, active, waiting = [], [], []
-    for (drafter, rule, prompt), cache in zip(drafters, caches, strict=True):
-        text, emission = prefill(target, drafter, prompt, rule, config.prefill_chunk, record, cache)
-        progress = Progress(text, stops, streamer, prompt.shape[0], shows_scores)
-        progress.stats = SpeculationStats(num_levels=drafter.tree.num_levels, tree=vars(drafter.tree).copy())
+    for session, (rule, prompt) in zip(sessions, prompts, strict=True):
+        text = Text(session.drafter, rule, session.state)
+        progress = Progress(text, stops, streamer, prompt.shape[0])
+        emission = prefill(target, text, prompt, session.cache, config.prefill_chunk, record)
+        progress.stats = SpeculationStats(num_levels=text.drafter.tree.num_levels, tree=text.drafter.tree.to_dict())
         everyone.append(progress)
         if not progress.take(emission):
             active.append(progress)
-            waiting.append(cache)
+            waiting.append(session.cache)
     prefilled = time.perf_counter()
-    joint = TreeCache.stack(waiting) if waiting else caches[0]
+    joint = TreeCache.stack(waiting) if waiting else sessions[0].cache
     # A sampled text must not hang on the clock: plain steps and trees take different random numbers.
-    is_paced = config.fallback and not any(rule.do_sample for _, rule, _ in drafters)
-    while active:
+    is_paced = config.fallback and not rounds.run_ahead and not any(rule.do_sample for rule, _ in prompts)
+    begun: list[tuple[bool, Launched]] = []
+
+    def begin() -> None:
         drafts = pace.drafts or not is_paced
-        emissions = step(target, [progress.text for progress in active], joint, record, drafts, rounds)
+        texts = [progress.text for progress in active]
+        begun.append((drafts, launch(target, texts, joint, record, drafts, rounds, in_flight=len(begun))))
+
+    while active:
+        if not begun:
+            begin()
+        # The device goes on while the host reads; a round behind the end of a text is dropped unread.
+        if rounds.run_ahead and record == NOTHING and active[0].has_room_behind_a_round():
+            begin()
+        drafts, launched = begun.pop(0)
+        emissions = collect(launched, joint, record)
         if is_paced:
             pace.record(sum(len(emission.tokens) for emission in emissions) / len(emissions))
         for progress, emission in zip(active, emissions, strict=True):
-            if drafts:
+            if drafts and progress.stats.num_levels:
                 progress.stats.emitted.append(len(emission.tokens))
             else:
                 progress.stats.plain_steps += 1
@@ -141,6 +153,7 @@ def write(
     for progress in everyone:
         progress.finish()
         progress.stats.switches = [asdict(switch) for switch in pace.switches]
+        progress.stats.is_captured = rounds.run_ahead
         progress.stats.prefill_seconds = prefilled - started
         progress.stats.decode_seconds = time.perf_counter() - prefilled
     return everyone, joint

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from microspec_hf import DraftTree, EagleConfig, EagleHead, MicroSpecCandidateGenerator, generation, loop
+from microspec_hf import DraftTree, EagleConfig, EagleHead, MicroSpecCandidateGenerator, loop, sessions
 from microspec_hf.hf import Target, TreeCache
 from microspec_hf.loop import NOTHING, Emission, Record, Text, prefill, step
 from microspec_hf.state import GenerationState
@@ -202,8 +202,8 @@ def begin(
     record: Record = NOTHING,
 ) -> tuple[Alone, Emission]:
     """Read the prompt `[L]`, as `generate` does."""
-    cache = target.new_cache()
-    text, emission = prefill(target, drafter, prompt, rule, chunk, record, cache)
+    cache, text = target.new_cache(), Text(drafter, rule, GenerationState.empty(target.device))
+    emission = prefill(target, text, prompt, cache, chunk, record)
     return Alone(target, text, cache), emission
 
 
@@ -217,7 +217,7 @@ def scripted(script: Script, texts: Tensor | Sequence[Sequence[int]] = ()) -> It
         made.append(ScriptedDrafter(*args, script=script, texts=known))
         return made[-1]
 
-    with mock.patch.object(generation, "MicroSpecCandidateGenerator", make):
+    with mock.patch.object(sessions, "MicroSpecCandidateGenerator", make):
         yield made
 
 

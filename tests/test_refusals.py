@@ -125,11 +125,6 @@ def test_assistant_model(model: PreTrainedModel) -> None:
         speculate(model, random_prompt(model), max_new_tokens=3, assistant_model=tiny_llama())
 
 
-def test_no_drafter(model: PreTrainedModel) -> None:
-    with refused(model, "drafter=", "generation_config.drafter", '"auto"'):
-        plain(model, random_prompt(model), max_new_tokens=3, custom_generate="microspec")
-
-
 def test_generation_config_is_looked_at_too(model: PreTrainedModel) -> None:
     with refused(model, "num_beams=4"):
         speculate(model, random_prompt(model), generation_config=GenerationConfig(num_beams=4, max_new_tokens=3))

@@ -10,6 +10,7 @@ from microspec_hf.hf.head import TargetHead
 from microspec_hf.hf.requests import caller_cache, processors_of_row, refuse_processors_of_batch, refuse_request
 from microspec_hf.hf.sight import WORD, Sight, bit_words, chain_words
 from microspec_hf.hf.target import Target, additive_mask
+from microspec_hf.hf.tree_pass import TreePass
 
 __all__ = [
     "WORD",
@@ -18,6 +19,7 @@ __all__ = [
     "TargetHead",
     "TreeCache",
     "TreeCacheLayer",
+    "TreePass",
     "additive_mask",
     "bit_words",
     "cache_argument",

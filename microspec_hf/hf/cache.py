@@ -36,6 +36,11 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.write(key_states, value_states)
+        return keys[:, :, : self.cache.view], values[:, :, : self.cache.view]
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Put states `[B, heads, T, head_dim]` into the rows that the cache names; the whole buffers."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -43,11 +48,12 @@ class TreeCacheLayer(CacheLayerMixin):
         rows = self.cache.rows.to(key_states.device)
         _write(self.keys, rows, key_states)
         _write(self.values, rows, value_states)
-        return self.keys[:, :, : self.cache.view], self.values[:, :, : self.cache.view]
+        return self.keys, self.values
 
     def allocate(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Empty buffers for states like these; each with the states that it is for."""
-        self.lazy_initialization(keys, values)
+        """Buffers for states like these, empty unless there are some; each with the states that it is for."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         assert self.keys is not None
         assert self.values is not None
         return (self.keys, keys), (self.values, values)
@@ -96,15 +102,26 @@ class TreeCache(Cache):
     `prepare(rows, view)` is called before each forward: `rows` int64 `[B, T]` are the buffer rows of each text's T
     tokens (`[1, T]`: of all texts alike), `view` how many rows attention sees. `length` counts the committed rows of
     the longest text, which never change again.
+
+    Args:
+        num_layers: of the model.
+        capacity: rows that there is room for.
+        is_fixed: whether every pass reads the whole buffers, so that nothing has a shape that depends on `length`.
     """
 
-    def __init__(self, num_layers: int, capacity: int = 0):
+    def __init__(self, num_layers: int, capacity: int = 0, is_fixed: bool = False):
         self.rows_of: list[TreeCacheLayer] = [TreeCacheLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows_of))
         self.capacity = capacity
+        self.is_fixed = is_fixed
         self.length = 0
         self.view = 0
         self.rows = torch.empty(1, 0, dtype=torch.int64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the shapes of a pass over this cache depend on."""
+        return (self.capacity,) if self.is_fixed else (self.capacity, self.length)
 
     def prepare(self, rows: Tensor, view: int) -> None:
         self.reserve(view)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from microspec_hf.hf.sight import Sight
 from microspec_hf.hf.target import Target
 
 _checked: WeakKeyDictionary[PreTrainedModel, tuple[str, torch.dtype]] = WeakKeyDictionary()
@@ -24,7 +25,8 @@ def check_tree_pass(target: Target) -> None:
         ValueError: the tree's logits are not those of plain forwards.
     """
     kind = target.config._attn_implementation, target.dtype
-    if _checked.get(target.model) == kind or target.model.training:  # dropout: nothing could be compared
+    is_known = target.tree_pass is None and _checked.get(target.model) == kind
+    if is_known or target.model.training:  # dropout: nothing could be compared
         return
     try:
         ours, plain = _tree_logits(target), _plain_logits(target)
@@ -42,29 +44,30 @@ def check_tree_pass(target: Target) -> None:
             f"one (relative error {error:.1e}), so that speculation would change the text. "
             "Call generate without custom_generate."
         )
-    _checked[target.model] = kind
+    if target.tree_pass is None:
+        _checked[target.model] = kind
 
 
 # The tree of the check, behind a prompt of four tokens: a root, its two children, and a child of the second one.
 _PROMPT, _NODES, _PATHS = [1, 2, 3, 4], [5, 6, 7, 8], [[5], [5, 6], [5, 7], [5, 7, 8]]
+_DEPTHS, _ANCESTORS = [0, 1, 1, 2], [0b0001, 0b0011, 0b0101, 0b1101]
 
 
 def _tree_logits(target: Target) -> Tensor:
-    cache, device = target.new_cache(), target.device
-    length, columns = len(_PROMPT), torch.arange(8, device=device)
-    cache.prepare(columns[None, :length], length)
-    causal = torch.where(columns[:length] <= columns[:length, None], columns[:length], -1)
+    cache, device = target.new_cache(is_fixed=True), target.device
     prompt, nodes = (torch.tensor([ids], device=device) % target.vocab_size for ids in (_PROMPT, _NODES))
-    target.forward(prompt, columns[None, :length], causal[None], cache)
-    cache.length = length
+    count = len(_PROMPT)
+    columns = torch.arange(count, device=device)
+    cache.reserve(count + len(_NODES))
+    cache.prepare(columns[None], count)
+    causal = torch.where(columns <= columns[:, None], columns, -1)
+    target.forward(prompt, columns[None], causal[None], cache)
+    cache.length = count
 
-    positions = torch.tensor([4, 5, 5, 6], device=device)
-    visible = columns.repeat(4, 1)
-    for node, (path, position) in enumerate(zip(_PATHS, positions.tolist(), strict=True)):
-        for other, token in enumerate(_NODES):
-            visible[node, length + other] = positions[other] if token in path and positions[other] <= position else -1
-    cache.prepare(columns[None, length:], 8)
-    return target.head(target.forward(nodes, positions[None], visible[None], cache)[0][0]).float()
+    length, depths = torch.tensor([count], device=device), torch.tensor([_DEPTHS], device=device)
+    ancestors = torch.tensor(_ANCESTORS, device=device)[None, :, None]
+    sight = Sight(length, ancestors, depths, torch.zeros_like(length))
+    return target.head(target.see(nodes, length + depths, sight, cache)[0][0]).float()
 
 
 def _plain_logits(target: Target) -> Tensor:

@@ -11,6 +11,7 @@ from microspec_hf.hf.head import read_head
 from microspec_hf.hf.rows import input_device
 from microspec_hf.hf.sight import Sight
 from microspec_hf.hf.support import attention_windows, position_limit, refuse_length, refuse_unsupported
+from microspec_hf.hf.tree_pass import TreePass
 
 
 class Target:
@@ -29,6 +30,7 @@ class Target:
         self.head = read_head(model, self.config)
         self.windows = attention_windows(self.config)
         self.position_limit = position_limit(self.config)
+        self.tree_pass: TreePass | None = None
         self._cache_argument = cache_argument(self.decoder.forward)
 
     @property
@@ -52,8 +54,8 @@ class Target:
         """Refuse a text of up to `max_length` tokens behind such a prompt where it cannot be exact."""
         refuse_length(type(self.model).__name__, self.config, prompt_length, max_length)
 
-    def new_cache(self) -> TreeCache:
-        return TreeCache(int(self.config.num_hidden_layers))
+    def new_cache(self, is_fixed: bool = False) -> TreeCache:
+        return TreeCache(int(self.config.num_hidden_layers), is_fixed=is_fixed)
 
     def see(
         self, tokens: Tensor, positions: Tensor, sight: Sight, cache: TreeCache, every_layer: bool = False
@@ -67,7 +69,13 @@ class Target:
         """
         view = cache.length + tokens.shape[1]
         cache.prepare(sight.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device), view)
-        return self.forward(tokens, positions, sight.positions(view), cache, every_layer)
+        if self.tree_pass is None or every_layer:
+            return self.forward(tokens, positions, sight.positions(view), cache, every_layer)
+        decode = self.tree_pass.over(cache, sight)
+        hidden = decode(
+            input_ids=tokens, attention_mask=self.tree_pass.mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        return hidden.to(self.head.device), ()
 
     def forward(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache, every_layer: bool = False

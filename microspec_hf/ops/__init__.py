@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from microspec_hf.ops import reference
+from microspec_hf.ops.attention import tree_attention
 from microspec_hf.ops.loading import Refusal, Service, default_device, forget, load
 from microspec_hf.ops.reference import stable_topk
 from microspec_hf.ops.schemas import SCHEMAS
@@ -33,6 +34,7 @@ __all__ = [
     "stable_topk",
     "status",
     "topk_candidates",
+    "tree_attention",
     "used_slots",
     "window_update",
 ]

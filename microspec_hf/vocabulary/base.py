@@ -33,7 +33,7 @@ class VocabularyStatistics:
 
 
 class DraftVocabulary(Protocol):
-    """Over which rows of the target's LM head a drafter's scores are computed; one object for one text.
+    """Over which rows of the target's LM head a drafter's scores are computed; one object for one text at a time.
 
     The order of calls is `begin`, then for each round `prepare`, `topk` (once for each drafter pass) and
     `observe`. None of them reads anything back to the host except `statistics`.
@@ -46,7 +46,7 @@ class DraftVocabulary(Protocol):
     """K_ver, likewise for each verified node and `observe`."""
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
-        """Take in the prompt, int64 `[L]`, and the target's top ids at its positions, int64 `[L, K_pre]`."""
+        """Start anew with a prompt, int64 `[L]`, and the target's top ids at its positions, int64 `[L, K_pre]`."""
 
     def prepare(self) -> None:
         """Start to copy the rows of newly active ids, beside whatever the caller runs next."""
@@ -79,6 +79,10 @@ class Counters:
 
     def __init__(self, device: torch.device):
         self._totals = torch.zeros(6, dtype=torch.int64, device=device)
+
+    def reset(self) -> None:
+        """Begin to count for another text."""
+        self._totals.zero_()
 
     def add_round(self, num_active: Tensor, emitted: Tensor, is_covered: Tensor) -> None:
         """One round: how many ids were active `[]`, emitted tokens `[P]` (-1: none), which were active."""

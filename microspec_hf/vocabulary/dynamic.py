@@ -61,9 +61,7 @@ class DynamicVocabulary:
         num_slots = min(vocab_size, window + len(pinned))
         self.rows = PackedRows.empty(head, num_slots, top_k)
         self.token_of = self.rows.token_of[:num_slots]
-        self.token_of[: len(pinned)] = torch.tensor(pinned, dtype=torch.int32, device=device)
         self.slot_of = torch.full((vocab_size,), -1, dtype=torch.int32, device=device)
-        self.slot_of[list(pinned)] = torch.arange(len(pinned), dtype=torch.int32, device=device)
         self.pinned = torch.arange(num_slots, device=device) < len(pinned)
         self.usage = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.ring = torch.full((window if self.is_stream else 0,), -1, dtype=torch.int32, device=device)
@@ -75,13 +73,18 @@ class DynamicVocabulary:
         self._num_new = torch.zeros(1, dtype=torch.int32, device=device)
         self._new_limit = 0  # entries of the two lists that may be in use
         self._used = self.rows
-        self._copy = SideStream(device)
+        self._copy = SideStream(device, config.overlap)
         self._counters = Counters(device)
-        slots = torch.arange(num_slots, device=device)
-        self._await_copy(self.token_of.long(), slots, torch.tensor([len(pinned)], device=device))
+        self._pinned_ids = torch.tensor(pinned, dtype=torch.int32, device=device)
+        self._clear()
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
+        self._clear()
         self._push(prompt if candidates is None else torch.cat([prompt, candidates.flatten()]))
+        # Copied now: a captured round has room for what a round brings, and a prompt brings more.
+        self.prepare()
+        self._copy.join()
+        self._num_new.zero_()
 
     def prepare(self) -> None:
         if self._new_limit:
@@ -105,6 +108,19 @@ class DynamicVocabulary:
 
     def statistics(self) -> VocabularyStatistics:
         return self._counters.read()
+
+    def _clear(self) -> None:
+        """Only the pinned ids are active, and their rows are copied again: the head may have changed since."""
+        pinned = self._pinned_ids
+        self._counters.reset()
+        for ids in (self.token_of, self.slot_of, self.ring):
+            ids.fill_(-1)
+        self.usage.zero_()
+        self.clock.zero_()
+        slots = torch.arange(self.token_of.shape[0], device=pinned.device)
+        self.token_of[: pinned.shape[0]] = pinned
+        self.slot_of[pinned.long()] = slots[: pinned.shape[0]].int()
+        self._await_copy(self.token_of.long(), slots, torch.tensor([pinned.shape[0]], device=pinned.device))
 
     def _verified(self, tree: DraftTree, candidates: Tensor, verification: Verification) -> Tensor:
         """C_ver: the target's top ids at the chosen nodes, in node order; -1 at all others."""

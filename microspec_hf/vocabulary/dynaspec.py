@@ -48,6 +48,7 @@ class DynaSpecVocabulary(RoutedVocabulary):
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
         """Copy the rows of the core."""
+        super().begin(prompt, candidates)
         count = torch.tensor([self.pinned.shape[0]], dtype=torch.int32, device=self.pinned.device)
         self.rows.gather(self.head, self.pinned, self._pinned_slots, count)
         self.rows.token_of[self._pinned_slots] = self.pinned.to(torch.int32)

@@ -28,7 +28,7 @@ class FullVocabulary:
         self._size = torch.tensor(head.weight.shape[0], device=head.device)
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
-        """Nothing to learn."""
+        self._counters.reset()
 
     def prepare(self) -> None:
         """Nothing to copy."""

@@ -194,7 +194,7 @@ class RoutedVocabulary:
         self._counters = Counters(device)
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
-        """Nothing to learn."""
+        self._counters.reset()
 
     def prepare(self) -> None:
         """A new round begins."""

@@ -45,9 +45,12 @@ class StaticVocabulary:
         self._counters = Counters(head.device)
         self._list, num_gathered = _listed_rows(head, valid_ids((*token_ids, *stop_ids), head), top_k)
         self._counters.add_gathered(torch.tensor([num_gathered], device=head.device))
+        self._is_used = False
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
-        """Nothing to learn."""
+        if self._is_used:  # what the first text gathered is counted with it
+            self._counters.reset()
+        self._is_used = True
 
     def prepare(self) -> None:
         """Nothing to copy."""

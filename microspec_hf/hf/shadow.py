@@ -1,0 +1,43 @@
+"""A second body for a model's modules: the same weights, and code that may be changed without the model noticing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def shadow(module: Module) -> Module:
+    """A copy of every module object of a tree; parameters and buffers are shared, submodules and attributes are not.
+
+    Whatever is changed on the copy - an attribute, a forward, a submodule - another thread that runs the original at
+    the same time does not see.
+
+    Raises:
+        ValueError: a module has a forward or hooks of its own, which would still run on the original.
+    """
+    twin: Module = _copy(module, {})
+    return twin
+
+
+def _copy(module: Any, made: dict[int, Any]) -> Any:
+    if id(module) not in made:
+        name = type(module).__name__
+        if "forward" in vars(module):
+            raise ValueError(f"{name} has a forward of its own, as offloading and adapters give it")
+        if any(vars(module)[hooks] for hooks in _HOOKS):
+            raise ValueError(f"{name} has forward hooks")
+        twin = made[id(module)] = object.__new__(type(module))
+        vars(twin).update(vars(module))
+        for table in _TABLES:
+            vars(twin)[table] = copy.copy(vars(module)[table])
+        vars(twin)["_modules"] = {
+            child: None if part is None else _copy(part, made) for child, part in module._modules.items()
+        }
+    return made[id(module)]

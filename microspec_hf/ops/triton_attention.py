@@ -1,0 +1,254 @@
+"""`tree_attention` in Triton: a text's keys and values are read once, by blocks that share them out among themselves.
+
+Query heads that share a key-value head are rows of one tile. The columns are divided among a fixed number of splits,
+by the length that lies on the device, so that a captured launch serves every length; a second kernel adds the splits
+up (flash-decoding). Importing this needs Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a launch is cut.
+
+    Args:
+        rows: query rows of a tile.
+        columns: keys of a step.
+        warps, stages: of Triton.
+        waves: blocks for each multiprocessor.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    waves: int = 1
+
+
+def tiles_for(num_rows: int, head_dim: int, itemsize: int) -> Tiles:
+    """For `num_rows` query rows of a key-value head."""
+    if itemsize > 2:  # float32: the same bytes in half the elements
+        return Tiles(16 if num_rows <= 16 else 32, 32, 4, 1)
+    if num_rows <= 16:
+        return Tiles(16, 64, 4, 3, waves=2)
+    if num_rows <= 64 or head_dim > 128:
+        return Tiles(64, 64, 4, 2)
+    return Tiles(128, 64, 8, 2)
+
+
+def tree_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    first: Tensor,
+    ancestors: Tensor,
+    depths: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    batch, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    tiles = tiles or tiles_for(group * num_rows, head_dim, query.element_size())
+    num_tiles = triton.cdiv(group * num_rows, tiles.rows)
+    blocks = batch * num_kv_heads * num_tiles
+    splits = min(MAX_SPLITS, max(1, tiles.waves * _num_processors(query.device) // blocks))
+    splits = 1 << (splits.bit_length() - 1)
+    width = max(16, triton.next_power_of_2(head_dim))
+    partial = query.new_empty(batch * num_heads * num_rows, splits, head_dim + 2, dtype=torch.float32)
+    output = query.new_empty(batch, num_rows, num_heads, head_dim)
+    if keys.stride() != values.stride() or keys.stride(3) != 1 or query.stride(3) != 1:
+        query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+    _attend[(batch * num_kv_heads, num_tiles, splits)](
+        query,
+        keys,
+        values,
+        length,
+        first,
+        ancestors.contiguous(),
+        depths.contiguous(),
+        partial,
+        scale,
+        softcap,
+        window,
+        query.stride(0),
+        query.stride(1),
+        query.stride(2),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        T=num_rows,
+        M=depths.shape[1],
+        D=head_dim,
+        WIDTH=width,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        SPLITS=splits,
+        HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    _add_up[(batch * num_rows, num_heads)](
+        partial, output, HEADS=num_heads, T=num_rows, D=head_dim, WIDTH=width, SPLITS=splits, num_warps=1
+    )
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _attend(  # type: ignore[no-untyped-def, unused-ignore]
+    query,
+    keys,
+    values,
+    length_of,
+    first_of,
+    ancestors,
+    depths,
+    partial,
+    scale,
+    softcap,
+    window,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    T: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """One split of one tile of rows: maximum, sum and weighted values, [heads, T, SPLITS, D + 2] in float32."""
+    batch = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row = row < GROUP * T
+    query_of_row = head * GROUP + row // T
+    t = row % T
+    dim = tl.arange(0, WIDTH)
+    is_dim = dim < D
+
+    length = tl.load(length_of + batch)
+    first = tl.load(first_of + batch)
+    word = tl.load(ancestors + batch * T + t, mask=is_row, other=0)
+    own_depth = tl.zeros([ROWS], tl.int64)
+    if HAS_WINDOW:
+        for j in range(M):
+            depth = tl.load(depths + batch * M + j)
+            own_depth = tl.where(((word >> j) & 1) == 1, depth, own_depth)
+
+    places = query + batch * query_batch + query_of_row[:, None] * query_head + t[:, None] * query_row + dim[None, :]
+    q = tl.load(places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+
+    total = length + M
+    start = first // COLUMNS * COLUMNS
+    steps = tl.cdiv(tl.cdiv(total - start, COLUMNS), SPLITS)
+    begin = start + split * steps * COLUMNS
+    end = tl.minimum(begin + steps * COLUMNS, total)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    base = batch * key_batch + head * key_head
+    for c in range(begin, end, COLUMNS):
+        column = c + tl.arange(0, COLUMNS)
+        is_column = column < total
+        k = tl.load(
+            keys + base + column[None, :] * key_row + dim[:, None],
+            mask=is_column[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh through exp, which cannot overflow here: 1 - 2 / (e^2x + 1).
+            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+        node = column - length
+        inside = tl.minimum(tl.maximum(node, 0), M - 1)
+        bit = (word[:, None] >> inside[None, :]) & 1
+        in_text = (node < 0) & (column >= first)
+        in_tree = (node >= 0) & (node < M)
+        is_seen = in_text[None, :] | (in_tree[None, :] & (bit == 1))
+        if HAS_WINDOW:
+            depth = tl.load(depths + batch * M + inside)
+            position = tl.where(node < 0, column, length + depth)
+            is_seen = is_seen & (position[None, :] > (length + own_depth - window)[:, None])
+        is_seen = is_seen & is_row[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        floor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - floor[:, None])
+        fade = tl.exp(highest - floor)
+        weight_sum = weight_sum * fade + tl.sum(weights, 1)
+        v = tl.load(
+            values + base + column[:, None] * key_row + dim[None, :],
+            mask=is_column[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, tl.zeros_like(v))  # rows that nobody sees may hold NaN
+        sums = sums * fade[:, None] + tl.dot(weights.to(keys.dtype.element_ty), v, input_precision="ieee")
+        highest = higher
+
+    line = ((batch * KV_HEADS * GROUP + query_of_row) * T + t).to(tl.int64)
+    to = partial + (line * SPLITS + split) * (D + 2)
+    tl.store(to, highest, mask=is_row)
+    tl.store(to + 1, weight_sum, mask=is_row)
+    tl.store(to[:, None] + 2 + dim[None, :], sums, mask=is_row[:, None] & is_dim[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _add_up(  # type: ignore[no-untyped-def, unused-ignore]
+    partial,
+    output,
+    HEADS: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    batch = tl.program_id(0) // T
+    t = tl.program_id(0) % T
+    head = tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, WIDTH)
+    is_dim = dim < D
+    line = ((batch * HEADS + head) * T + t).to(tl.int64)
+    start = partial + (line * SPLITS + split) * (D + 2)
+    highest = tl.load(start)
+    top = tl.max(highest, 0)
+    share = tl.exp(highest - tl.where(top == float("-inf"), 0.0, top))
+    weight_sum = tl.sum(tl.load(start + 1) * share, 0)
+    sums = tl.load(start[:, None] + 2 + dim[None, :], mask=is_dim[None, :], other=0.0)
+    mean = tl.sum(sums * share[:, None], 0) / tl.where(weight_sum > 0, weight_sum, 1.0)
+    place = output + ((batch * T + t).to(tl.int64) * HEADS + head) * D + dim
+    tl.store(place, mean.to(output.dtype.element_ty), mask=is_dim)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # interpreted: some splits
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,235 @@
+"""What outlives a call: a target's shadow, the buffers of its texts, and the rounds that were captured over them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
+from microspec_hf.config import MicroSpecConfig, TreeConfig
+from microspec_hf.eagle import EagleHead
+from microspec_hf.engine import CapturedRounds, Rounds, can_capture
+from microspec_hf.hf import WORD, Target, TreeCache, TreePass, check_tree_pass
+from microspec_hf.loop import Drafter
+from microspec_hf.plain import NoDrafter
+from microspec_hf.state import GenerationState
+from microspec_hf.vocabulary import make_vocabulary
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 8
+"""Kinds of calls (drafter, vocabulary, tree, stop ids) that are kept ready for each target."""
+FIRST_ROWS = 1024
+"""Rows of the smallest cache; larger ones are powers of two, so that few lengths are captured."""
+AHEAD_ROWS = 4096
+"""Rows that are reserved behind a prompt at most; a longer text makes room as it grows."""
+
+
+@dataclass
+class Session:
+    """The place of one text: everything that a round reads and writes.
+
+    Args:
+        target: with which its rounds are run.
+        drafter: proposes its trees.
+        cache: the target's keys and values.
+        state: how far the text is.
+        rounds: how its rounds are run.
+    """
+
+    target: Target
+    drafter: Drafter
+    cache: TreeCache
+    state: GenerationState
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call asks of its sessions.
+
+    Args:
+        head: the EAGLE head; None: plain decoding.
+        config: the call's options.
+        tree: the tree that `config` means.
+        stop_ids: ids that end a text.
+        num_rows: texts.
+        length: rows that a text may take.
+        is_capturable: whether the call's rules and records leave a round to the device.
+    """
+
+    head: EagleHead | None
+    config: MicroSpecConfig
+    tree: TreeConfig
+    stop_ids: Sequence[int]
+    num_rows: int
+    length: int
+    is_capturable: bool
+
+    @property
+    def key(self) -> Hashable:
+        return id(self.head), self.config.vocabulary, self.tree, tuple(self.stop_ids)
+
+    def drafter(self, target: Target, tree_pass: TreePass | None = None) -> Drafter:
+        """A drafter for one text after the other."""
+        if self.head is None:
+            return NoDrafter(target)
+        tree = self.tree
+        vocabulary = make_vocabulary(self.config.vocabulary, target.head, self.stop_ids, tree.top_k, tree.num_nodes)
+        return MicroSpecCandidateGenerator(target, self.head, vocabulary, tree, tree_pass)
+
+
+@contextmanager
+def open_sessions(target: Target, plan: Plan) -> Iterator[list[Session]]:
+    """A place for each text of a call: kept ones whose rounds are captured, where that is possible, else new ones."""
+    engine = _engine(target, plan)
+    if engine is None:
+        yield [
+            Session(target, plan.drafter(target), target.new_cache(), GenerationState.empty(target.device), Rounds())
+            for _ in range(plan.num_rows)
+        ]
+        return
+    try:
+        yield [engine.session(plan)]
+    finally:
+        engine.lock.release()
+
+
+def release(model: PreTrainedModel) -> None:
+    """Let go of everything that is kept for a target between calls: buffers, captured rounds, merged weights.
+
+    The next call sets it up anew. Nothing happens where nothing is kept.
+    """
+    if (engine := _engines.pop(model, None)) is not None:
+        engine.release()
+
+
+class Engine:
+    """One target's shadow and its sessions, which share a cache: one call at a time uses them.
+
+    Args:
+        target: the target.
+        compile_layers: see `TreePass`.
+
+    Raises:
+        ValueError: the target's modules cannot be run this way.
+    """
+
+    def __init__(self, target: Target, compile_layers: bool):
+        self.lock = threading.Lock()
+        self.compile_layers = compile_layers
+        self._passes = [TreePass(target.decoder, target.windows, compile_layers)]
+        self.target = copy.copy(target)
+        self.target.model = cast(PreTrainedModel, weakref.proxy(target.model))  # an engine lives as long as its model
+        self.target.tree_pass = self._passes[0]
+        check_tree_pass(self.target)
+        self._passes[0].merge()
+        self.weights = _state(target.model)
+        self.cache = self.target.new_cache(is_fixed=True)
+        self._heads: dict[int, tuple[EagleHead, TreePass]] = {}  # with the head, so that its id stays its own
+        self._sessions: OrderedDict[Hashable, Session] = OrderedDict()
+
+    def session(self, plan: Plan) -> Session:
+        """The session of an earlier call of this kind, or a new one, with room for the text."""
+        head_pass = self._head_pass(plan.head)
+        key = plan.key, None if plan.head is None else _state(plan.head)
+        if key not in self._sessions:
+            drafter, state = plan.drafter(self.target, head_pass), GenerationState.empty(self.target.device)
+            self._sessions[key] = Session(self.target, drafter, self.cache, state, CapturedRounds())
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        self._sessions.move_to_end(key)
+        session = self._sessions[key]
+        for cache in (self.cache, getattr(session.drafter, "cache", None)):
+            if cache is not None:
+                cache.length = 0
+                if plan.length > cache.capacity:
+                    cache.grow(max(FIRST_ROWS, 1 << (plan.length - 1).bit_length()))
+        return session
+
+    def release(self) -> None:
+        """Undo what was done to the models."""
+        self._sessions.clear()
+        for tree_pass in self._passes:
+            tree_pass.release()
+
+    def _head_pass(self, head: EagleHead | None) -> TreePass | None:
+        if head is None:
+            return None
+        if id(head) not in self._heads:
+            tree_pass = TreePass(head, {"all": None}, self.compile_layers)
+            tree_pass.merge()
+            self._passes.append(tree_pass)
+            self._heads[id(head)] = head, tree_pass
+        return self._heads[id(head)][1]
+
+
+_engines: WeakKeyDictionary[PreTrainedModel, Engine] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _engine(target: Target, plan: Plan) -> Engine | None:
+    """The target's engine, locked for the caller; None: rounds run as they are."""
+    wanted = plan.config.engine
+    if wanted == "eager" or (wanted == "auto" and not can_capture(_devices(target))):
+        return None
+    model = target.model
+    with _lock:
+        kept = _engines.get(model)
+        if kept is not None and (kept.weights, kept.compile_layers) != (_state(model), wanted != "graphs"):
+            release(model)
+            kept = None
+        if reason := _obstacle(target, plan):
+            logger.info("Rounds of %s run eagerly: %s.", type(model).__name__, reason)
+            return None
+        if kept is None:
+            try:
+                kept = _engines[model] = Engine(target, compile_layers=wanted != "graphs")
+            except ValueError as error:
+                logger.warning("Rounds of %s run eagerly: %s.", type(model).__name__, error)
+                return None
+        if not kept.lock.acquire(blocking=False):
+            logger.info("Rounds of %s run eagerly: another thread uses its captured ones.", type(model).__name__)
+            return None
+        return kept
+
+
+def _obstacle(target: Target, plan: Plan) -> str | None:
+    """Why a call's rounds cannot be captured; None: they can."""
+    columns = 0 if plan.head is None else plan.tree.depth * plan.tree.top_k
+    obstacles: dict[str, Callable[[], bool]] = {
+        "the model is not on one GPU as a whole": lambda: not can_capture(_devices(target)),
+        "several texts are written at once": lambda: plan.num_rows > 1,
+        "processors look at the text, or layers are recorded": lambda: not plan.is_capturable,
+        "the model is in training mode": lambda: target.model.training,
+        "the LM head is quantised or has an adapter": lambda: target.head.stored is not None,
+        "the model has adapters": lambda: bool(getattr(target.model, "peft_config", None)),
+        f"depth times top-k is {columns}, more than {WORD}": lambda: columns > WORD,
+        "positions end": lambda: target.position_limit is not None,
+    }
+    return next((reason for reason, holds in obstacles.items() if holds()), None)
+
+
+def _devices(target: Target) -> set[torch.device]:
+    return {parameter.device for parameter in target.model.parameters()}
+
+
+def _state(model: PreTrainedModel) -> Hashable:
+    """Where the weights lie, for captured rounds read them there, and what changes when they are written to."""
+
+    def version(weight: Tensor) -> int:
+        return 0 if weight.is_inference() else weight._version
+
+    return tuple((weight.data_ptr(), weight.dtype, version(weight)) for weight in model.parameters())
