@@ -32,7 +32,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         head: the EAGLE head, on the device and in the dtype of the target's LM head.
         vocabulary: over which rows of the LM head the head's scores are computed.
         tree: shape of the draft tree.
-        tree_pass: of the head, for rounds that are captured.
+        tree_pass: of a `DraftStep`, for rounds that are captured.
     """
 
     requires_model_outputs = True
@@ -47,6 +47,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         tree_pass: TreePass | None = None,
     ):
         self.target, self.head, self.vocabulary, self.tree = target, head, vocabulary, tree
+        self._step = DraftStep(target.embeddings, head)
         self.tree_pass = tree_pass
         self.device = target.head.device
         self.cache = TreeCache(num_layers=1, is_fixed=tree_pass is not None)
@@ -57,8 +58,17 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self.pending_tokens = torch.zeros(tree.num_path_slots, dtype=torch.int64, device=self.device)
         self.num_pending = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._first_row = torch.zeros_like(self.num_rows)
-        self._own_bits = bit_words(tree.depth * tree.top_k, self.device)
+        # One more level than there are passes: the last beam is not expanded.
+        self._own_bits = bit_words((tree.depth + 1) * tree.top_k, self.device)[:, : num_words(tree)]
         self._chain = chain_words(tree.num_path_slots, self.device)
+        self._columns = torch.arange((tree.depth + 1) * tree.top_k, device=self.device)
+        self._levels = self._columns // tree.top_k
+        self._path_columns = torch.arange(tree.num_path_slots, device=self.device)
+        self._candidates = (
+            torch.zeros(tree.num_candidates, device=self.device),
+            torch.zeros(tree.num_candidates, dtype=torch.int64, device=self.device),
+            torch.full((tree.num_candidates,), -1, dtype=torch.int64, device=self.device),
+        )
         self._num_expected = 1  # as num_pending, on the host
         self._held: list[tuple[Tensor, Tensor]] = []
         self._offered: Tensor | None = None
@@ -119,36 +129,22 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         k, depth = self.tree.top_k, self.tree.depth
 
         # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
-        columns = torch.arange(self.tree.num_path_slots, device=self.device)
+        columns = self._path_columns
         output = self._see(self.pending_tokens, self.pending_hidden, columns, columns, self._chain)
         self.num_rows += self.num_pending
         last = output.index_select(0, self.num_pending - 1)
         scores, tokens = self.vocabulary.topk(last, k)
-
-        beam_scores, beam_tokens = scores[0], tokens[0]
-        beam_hidden = last.expand(k, -1)
-        beam_flat = torch.arange(k, device=self.device)
-        all_scores, all_tokens, all_parents = [beam_scores], [beam_tokens], [torch.full_like(beam_flat, -1)]
-        columns = torch.arange(depth * k, device=self.device)
-        ancestors = torch.zeros_like(self._own_bits[:k])
+        candidates = self._candidates
+        candidates[0][:k], candidates[1][:k] = scores[0], tokens[0]  # the first ones are the root's children
+        beam = ops.Beam(scores[0], tokens[0], self._columns[:k], self._columns[:k], self._own_bits[:k])
+        hidden = last.expand(k, -1)
         for level in range(depth):
-            own = slice(level * k, (level + 1) * k)
-            ancestors = ancestors | self._own_bits[own]
-            output = self._see(beam_tokens, beam_hidden, columns[own], columns[:k] * 0 + level, ancestors)
+            own, following = slice(level * k, (level + 1) * k), slice((level + 1) * k, (level + 2) * k)
+            output = self._see(beam.tokens, hidden, self._columns[own], self._levels[own], beam.ancestors)
             scores, tokens = self.vocabulary.topk(output, k)
-            children = (beam_scores[:, None] + scores).flatten()
-            all_scores.append(children)
-            all_tokens.append(tokens.flatten())
-            all_parents.append(beam_flat.repeat_interleave(k))
-            beam_scores, chosen = ops.stable_topk(children, k)
-            parent_row = chosen // k
-            beam_tokens = tokens.flatten()[chosen]
-            beam_flat = k + level * k * k + chosen
-            beam_hidden = output[parent_row]
-            ancestors = ancestors[parent_row]
-        nodes = ops.build_tree(
-            torch.cat(all_scores), torch.cat(all_tokens), torch.cat(all_parents), root, self.tree.num_nodes
-        )
+            beam = ops.grow_beam(candidates, k + level * k * k, scores, tokens, beam, self._own_bits[following])
+            hidden = output.index_select(0, beam.parent)
+        nodes = ops.build_tree(*candidates, root, self.tree.num_nodes)
         return DraftTree(*nodes)
 
     def hold(self, root: Tensor) -> DraftTree:
@@ -190,15 +186,11 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         if self.tree_pass is None:
             return self._run(tokens, hidden, positions, sight.positions(view)[0])
         run = self.tree_pass.over(self.cache, sight)
-        return run(self._embed(tokens, hidden)[None], hidden[None], positions[None], self.tree_pass.mask)[0]  # type: ignore[no-any-return]
+        return run(tokens, hidden, positions, self.tree_pass.mask)  # type: ignore[no-any-return]
 
     def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         mask = additive_mask(visible, positions, None, hidden.dtype)
-        embeddings = self._embed(tokens, hidden)
-        return self.head(embeddings[None], hidden[None], positions[None], mask, self.cache)[0]  # type: ignore[no-any-return]
-
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return self.target.embeddings(tokens.clamp(min=0).to(self.target.device)).to(like)  # type: ignore[no-any-return]
+        return self._step(tokens.to(self.target.device), hidden, positions, mask, self.cache)  # type: ignore[no-any-return]
 
     # transformers' assisted decoding ---------------------------------------------------------------------------
 
@@ -250,6 +242,26 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         k = self.vocabulary.verify_candidates
         candidates = ops.topk_candidates(logits[-nodes.shape[0] :], k) if k else nodes.new_empty(nodes.shape[0], 0)
         self.vocabulary.observe(DraftTree.from_parents(self._offered, nodes - 1), candidates, verification)
+
+
+class DraftStep(nn.Module):
+    """One pass of the head: rows of tokens and of the hidden states before them give the next hidden states."""
+
+    def __init__(self, embeddings: nn.Module, head: EagleHead):
+        super().__init__()
+        self.embeddings, self.head = embeddings, head
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache | None = None
+    ) -> Tensor:
+        """`[T, H]` from int64 `[T]`, `[T, H]` and int64 `[T]`; mask and cache as for `EagleHead`."""
+        embeddings = self.embeddings(tokens.clamp(min=0)).to(hidden)
+        return self.head(embeddings[None], hidden[None], positions[None], mask, cache)[0]  # type: ignore[no-any-return]
+
+
+def num_words(tree: TreeConfig) -> int:
+    """Words that name the rows of a draft, see `hf.Sight`."""
+    return max(1, -(-tree.depth * tree.top_k // WORD))
 
 
 def _best_chain(tree: DraftTree) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
+from microspec_hf.candidate_generator import DraftStep, MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.engine import CapturedRounds, Rounds, can_capture
@@ -130,7 +130,7 @@ class Engine:
     def __init__(self, target: Target, compile_layers: bool):
         self.lock = threading.Lock()
         self.compile_layers = compile_layers
-        self._passes = [TreePass(target.decoder, target.windows, compile_layers)]
+        self._passes = [TreePass(target.decoder, target.windows, "layers" if compile_layers else "nothing")]
         self.target = copy.copy(target)
         self.target.model = cast(PreTrainedModel, weakref.proxy(target.model))  # an engine lives as long as its model
         self.target.tree_pass = self._passes[0]
@@ -169,7 +169,8 @@ class Engine:
         if head is None:
             return None
         if id(head) not in self._heads:
-            tree_pass = TreePass(head, {"all": None}, self.compile_layers)
+            step = DraftStep(self.target.embeddings, head)
+            tree_pass = TreePass(step, {"all": None}, "all" if self.compile_layers else "nothing")
             tree_pass.merge()
             self._passes.append(tree_pass)
             self._heads[id(head)] = head, tree_pass

@@ -28,6 +28,7 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from microspec_hf import ops
 from microspec_hf.tree import DraftTree, Verification
 
 HISTORY_FREE = (
@@ -148,20 +149,7 @@ def accept(tree: DraftTree, chosen: Tensor, num_slots: int) -> Verification:
         chosen: int64 `[N]`, the target's token at each node.
         num_slots: P, at least the depth of the tree plus one.
     """
-    num_nodes = tree.num_nodes
-    matches = tree.tokens == chosen[tree.parents.clamp(min=0)]
-    matches = matches | (tree.parents < 0)
-    ancestors = tree.ancestor_mask()
-    agreed = (matches | ~ancestors).all(dim=1)
-    depth = torch.where(agreed, tree.depths, -1)
-    last = depth.argmax().reshape(1)
-    nodes = torch.arange(num_nodes, device=chosen.device)
-    on_path = ancestors.index_select(0, last)[0]
-    order = torch.where(on_path, nodes, num_nodes).sort().values
-    order = torch.nn.functional.pad(order, (0, max(0, num_slots - num_nodes)), value=num_nodes)[:num_slots]
-    path = torch.where(order < num_nodes, order, last)
-    emitted = torch.where(order < num_nodes, chosen[path], -1)
-    return Verification(path=path, emitted=emitted, num_accepted=depth.index_select(0, last))
+    return Verification(*ops.accept_path(tree.tokens, tree.parents, tree.depths, tree.ancestors, chosen, num_slots))
 
 
 def _walk(

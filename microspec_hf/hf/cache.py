@@ -12,6 +12,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from microspec_hf import ops
+
 
 def cache_argument(forward: Callable[..., Any]) -> str:
     """Name of the KV-cache keyword of a forward: `cache` in newer transformers (5.24), `past_key_values` before."""
@@ -46,9 +48,7 @@ class TreeCacheLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         rows = self.cache.rows.to(key_states.device)
-        _write(self.keys, rows, key_states)
-        _write(self.values, rows, value_states)
-        return self.keys, self.values
+        return ops.write_rows((self.keys, self.values), rows, key_states, value_states)
 
     def allocate(self, keys: Tensor, values: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Buffers for states like these, empty unless there are some; each with the states that it is for."""
@@ -81,14 +81,6 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.cache.capacity
-
-
-def _write(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
-    """Put `states` `[B, heads, T, head_dim]` into the rows `[B, T]` of a buffer."""
-    if rows.shape[0] == 1:
-        buffer.index_copy_(2, rows[0], states)
-    else:
-        buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)
 
 
 class TreeCache(Cache):

@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import types
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,16 @@ class TreePass:
     Args:
         decoder: a target's decoder or an EAGLE head.
         windows: attention window of each layer type, see `Target.windows`.
-        compile_layers: compile the layers' element-wise work with `torch.compile`; attention stays as it is.
+        compiled: what is compiled with `torch.compile`: `"layers"` of a deep decoder, `"all"` of a shallow one, or
+            `"nothing"`. It fuses element-wise work; matrix products and attention stay as they are.
 
     Raises:
         ValueError: the decoder cannot be shadowed; the message begins with the module.
     """
 
-    def __init__(self, decoder: nn.Module, windows: dict[str, int | None], compile_layers: bool):
+    def __init__(
+        self, decoder: nn.Module, windows: dict[str, int | None], compiled: Literal["nothing", "layers", "all"]
+    ):
         modules: Any = shadow(decoder)
         self.decoder = modules
         self._windows = list(windows.values())
@@ -54,10 +57,10 @@ class TreePass:
             if hasattr(module, "layer_idx"):
                 module.tree_pass = self
                 module.forward = _bare_forward(module)
-        if compile_layers:
-            # One piece of code serves all layers: what differs from layer to layer lies behind the attention function.
-            for layer in getattr(modules, "layers", ()):
-                layer.forward = torch.compile(_bare_forward(layer), dynamic=False)
+        # One piece of code serves all layers: what differs from layer to layer lies behind the attention function.
+        whole = {"nothing": (), "layers": getattr(modules, "layers", ()), "all": (modules,)}[compiled]
+        for part in whole:
+            part.forward = torch.compile(_bare_forward(part), dynamic=False)
 
     @property
     def mask(self) -> Any:

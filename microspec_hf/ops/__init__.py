@@ -15,20 +15,24 @@ import torch
 from torch import Tensor
 
 from microspec_hf.ops import reference
-from microspec_hf.ops.attention import tree_attention
+from microspec_hf.ops.attention import tree_attention, write_rows
+from microspec_hf.ops.beam import Beam, accept_path, grow_beam
 from microspec_hf.ops.loading import Refusal, Service, default_device, forget, load
 from microspec_hf.ops.reference import stable_topk
 from microspec_hf.ops.schemas import SCHEMAS
 
 __all__ = [
     "SCHEMAS",
+    "Beam",
     "Refusal",
     "Service",
+    "accept_path",
     "build_tree",
     "compact_kv",
     "draft_topk",
     "forget",
     "gather_rows",
+    "grow_beam",
     "load",
     "reference",
     "stable_topk",
@@ -37,6 +41,7 @@ __all__ = [
     "tree_attention",
     "used_slots",
     "window_update",
+    "write_rows",
 ]
 
 MAX_NODES = 64

@@ -1,21 +1,16 @@
-"""The attention of a captured round: every row sees its text and its own ancestors, whatever their number.
-
-Unlike the ops under a schema it comes in two forms only: Triton on a GPU, and plain PyTorch everywhere.
-"""
+"""The attention of a captured round: every row sees its text and its own ancestors, whatever their number."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from microspec_hf.ops.serving import in_triton
 
 
+@in_triton("triton_attention")
 def tree_attention(
     query: Tensor,
     keys: Tensor,
@@ -44,25 +39,8 @@ def tree_attention(
         softcap: scores become `softcap * tanh(score / softcap)`. 0: they stay.
 
     Returns:
-        `[B, T, heads, D]`, contiguous, in the dtype of `query`.
+        `[B, T, heads, D]`, contiguous, in the dtype of `query`; scores and softmax are computed in float32.
     """
-    serve = _server(query.device.type)
-    return serve(query, keys, values, length, first, ancestors, depths, scale, window, softcap)
-
-
-def reference(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    first: Tensor,
-    ancestors: Tensor,
-    depths: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """`tree_attention` in PyTorch, its definition: scores and softmax in float32."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
     is_seen = _is_seen(length, first, ancestors, depths, capacity, window)
@@ -98,14 +76,21 @@ def _is_seen(length: Tensor, first: Tensor, ancestors: Tensor, depths: Tensor, c
     return is_seen
 
 
-@functools.cache
-def _server(kind: str) -> Callable[..., Tensor]:
-    """Who computes it on a kind of device."""
-    if kind == "cpu":
-        return reference
-    try:
-        from microspec_hf.ops import triton_attention
-    except ImportError as error:
-        logger.warning("Tree attention on %s runs in PyTorch, since Triton cannot be imported: %s.", kind, error)
-        return reference
-    return triton_attention.tree_attention
+@in_triton("triton_attention")
+def write_rows(buffers: tuple[Tensor, Tensor], rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Put new keys and values `[B, KV heads, T, D]` into rows of the buffers, in place.
+
+    Args:
+        buffers: of keys and of values, `[B, KV heads, C, D]`.
+        rows: int64 `[B, T]`, or `[1, T]` for all texts alike.
+        keys, values: what is written.
+
+    Returns:
+        The buffers.
+    """
+    for buffer, states in zip(buffers, (keys, values), strict=True):
+        if rows.shape[0] == 1:
+            buffer.index_copy_(2, rows[0], states)
+        else:
+            buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)
+    return buffers

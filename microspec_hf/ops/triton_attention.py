@@ -188,15 +188,15 @@ def _attend(  # type: ignore[no-untyped-def, unused-ignore]
             scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
         node = column - length
         inside = tl.minimum(tl.maximum(node, 0), M - 1)
-        bit = (word[:, None] >> inside[None, :]) & 1
-        in_text = (node < 0) & (column >= first)
-        in_tree = (node >= 0) & (node < M)
-        is_seen = in_text[None, :] | (in_tree[None, :] & (bit == 1))
+        is_seen = ((node < 0) & (column >= first))[None, :] & is_row[:, None]
+        if c + COLUMNS > length:
+            in_tree = (node >= 0) & (node < M)
+            bit = (word[:, None] >> inside[None, :]) & 1
+            is_seen = is_seen | (in_tree[None, :] & (bit == 1) & is_row[:, None])
         if HAS_WINDOW:
             depth = tl.load(depths + batch * M + inside)
             position = tl.where(node < 0, column, length + depth)
             is_seen = is_seen & (position[None, :] > (length + own_depth - window)[:, None])
-        is_seen = is_seen & is_row[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         floor = tl.where(higher == float("-inf"), 0.0, higher)
@@ -245,6 +245,74 @@ def _add_up(  # type: ignore[no-untyped-def, unused-ignore]
     mean = tl.sum(sums * share[:, None], 0) / tl.where(weight_sum > 0, weight_sum, 1.0)
     place = output + ((batch * T + t).to(tl.int64) * HEADS + head) * D + dim
     tl.store(place, mean.to(output.dtype.element_ty), mask=is_dim)
+
+
+def write_rows(
+    buffers: tuple[Tensor, Tensor], rows: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    into_keys, into_values = buffers
+    batch, num_heads, num_rows, head_dim = keys.shape
+    layouts = {tuple(tensor.stride()) for tensor in buffers}
+    if keys.shape != values.shape or len(layouts) > 1 or keys.stride(3) != 1 or values.stride(3) != 1:
+        return None
+    if into_keys.stride(3) != 1 or into_keys.dtype != keys.dtype or into_values.dtype != values.dtype:
+        return None
+    _write_rows[(batch * num_rows, num_heads)](
+        into_keys,
+        into_values,
+        rows.contiguous(),
+        keys,
+        values,
+        into_keys.stride(0),
+        into_keys.stride(1),
+        into_keys.stride(2),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        T=num_rows,
+        D=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        SHARED=rows.shape[0] == 1,
+        num_warps=1,
+    )
+    return buffers
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_rows(  # type: ignore[no-untyped-def, unused-ignore]
+    into_keys,
+    into_values,
+    rows,
+    keys,
+    values,
+    into_batch,
+    into_head,
+    into_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    batch = tl.program_id(0) // T
+    t = tl.program_id(0) % T
+    head = tl.program_id(1)
+    dim = tl.arange(0, WIDTH)
+    is_dim = dim < D
+    row = tl.load(rows + t) if SHARED else tl.load(rows + batch * T + t)
+    key = tl.load(keys + batch * key_batch + head * key_head + t * key_row + dim, mask=is_dim)
+    value = tl.load(values + batch * value_batch + head * value_head + t * value_row + dim, mask=is_dim)
+    place = batch.to(tl.int64) * into_batch + head * into_head + row * into_row + dim
+    tl.store(into_keys + place, key, mask=is_dim)
+    tl.store(into_values + place, value, mask=is_dim)
 
 
 @functools.cache

@@ -151,3 +151,22 @@ def test_triton(device: str, case: dict[str, Any], dtype: torch.dtype) -> None:
         got = triton_attention.tree_attention(*moved).cpu()
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got.double(), by_hand(*arguments), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA] if not IS_INTERPRETED else ["cpu"])
+@pytest.mark.parametrize("shared", [True, False], ids=["rows alike", "rows apart"])
+def test_rows_are_written(device: str, shared: bool) -> None:
+    write = attention.write_rows
+    if IS_INTERPRETED:
+        write = pytest.importorskip("microspec_hf.ops.triton_attention").write_rows
+    generator = torch.Generator().manual_seed(1)
+    new = [torch.randn(2, 5, 3 * 24, generator=generator).view(2, 5, 3, 24).transpose(1, 2) for _ in range(2)]
+    rows = torch.tensor([[3, 9, 0, 4, 7]]) if shared else torch.tensor([[3, 9, 0, 4, 7], [1, 2, 11, 10, 5]])
+    expected = [torch.full((2, 3, 12, 24), -1.0) for _ in range(2)]
+    for buffer, states in zip(expected, new, strict=True):
+        for text in range(2):
+            for t in range(5):
+                buffer[text, :, rows[0 if shared else text, t]] = states[text, :, t]
+    buffers = tuple(torch.full((2, 3, 12, 24), -1.0, device=device) for _ in range(2))
+    write(buffers, rows.to(device), *(states.to(device) for states in new))
+    assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(buffers, expected, strict=True))
