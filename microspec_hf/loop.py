@@ -236,7 +236,7 @@ def _decide(target: Target, texts: Sequence[Text], cache: TreeCache, record: Rec
         state.advance(verification.emitted, verification.num_accepted)
         judgements.append(judgement)
         news.append(torch.cat([verification.num_emitted, verification.emitted]))
-    return _Decided(torch.stack(news), judgements, logits, layers)
+    return _Decided(_stacked(news), judgements, logits, layers)
 
 
 def _draft(text: Text, draft: bool, limit: int | None) -> DraftTree:
@@ -258,14 +258,19 @@ def _target_pass(
     num_nodes = max(tree.num_nodes for tree in trees)
     device = target.device
     parts = [tree.padded(num_nodes) for tree in trees]
-    tokens, depths, ancestors = (torch.stack([part[i] for part in parts]).to(device) for i in range(3))
-    length = torch.cat([text.state.length for text in texts])
+    tokens, depths, ancestors = (_stacked([part[i] for part in parts]).to(device) for i in range(3))
+    length = _stacked([text.state.length for text in texts])[:, 0]
     positions = length[:, None] + depths
     if target.position_limit is not None:  # nodes that were cut off stand on the last position that there is
         last = target.position_limit - 1
         positions = torch.where(positions[:, :1] > last, positions, positions.clamp(max=last))
     sight = Sight(length, ancestors[..., None], positions - length[:, None], torch.zeros_like(length))
     return target.see(tokens, positions, sight, cache, record.hidden_states)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """`torch.stack`, without a copy of a row that is alone."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _logits(target: Target, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from microspec_hf.ops import reference
 from microspec_hf.ops.attention import tree_attention, write_rows
-from microspec_hf.ops.beam import Beam, accept_path, grow_beam
+from microspec_hf.ops.beam import Beam, accept_path, grow_beam, slot_tokens
 from microspec_hf.ops.loading import Refusal, Service, default_device, forget, load
 from microspec_hf.ops.reference import stable_topk
 from microspec_hf.ops.schemas import SCHEMAS
@@ -35,6 +35,7 @@ __all__ = [
     "grow_beam",
     "load",
     "reference",
+    "slot_tokens",
     "stable_topk",
     "status",
     "topk_candidates",

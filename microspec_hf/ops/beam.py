@@ -56,6 +56,17 @@ def grow_beam(
 
 
 @in_triton("triton_beam")
+def slot_tokens(scores: Tensor, slots: Tensor, token_of: Tensor) -> Tensor:
+    """The token ids int64 `[R, k]` of slots int64 `[R, k]`, -1 where the score fp32 `[R, k]` is -inf.
+
+    Args:
+        scores, slots: see above.
+        token_of: int32 `[C]`, the id of each slot.
+    """
+    return torch.where(scores > -torch.inf, token_of[slots].long(), -1)
+
+
+@in_triton("triton_beam")
 def accept_path(
     tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, chosen: Tensor, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:

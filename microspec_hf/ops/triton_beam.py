@@ -86,6 +86,25 @@ def _grow_beam(  # type: ignore[no-untyped-def, unused-ignore]
     tl.store(new_ancestors + rank, seen, mask=is_kept)
 
 
+def slot_tokens(scores: Tensor, slots: Tensor, token_of: Tensor) -> Tensor:
+    tokens = torch.empty_like(slots)
+    size = slots.numel()
+    _slot_tokens[(triton.cdiv(size, 128),)](
+        scores.contiguous(), slots.contiguous(), token_of, tokens, SIZE=size, num_warps=1
+    )
+    return tokens
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _slot_tokens(scores, slots, token_of, tokens, SIZE: tl.constexpr):  # type: ignore[no-untyped-def, unused-ignore]
+    i = tl.program_id(0) * 128 + tl.arange(0, 128)
+    is_there = i < SIZE
+    score = tl.load(scores + i, mask=is_there, other=float("-inf"))
+    slot = tl.load(slots + i, mask=is_there, other=0)
+    token = tl.load(token_of + slot, mask=is_there, other=-1)
+    tl.store(tokens + i, tl.where(score > float("-inf"), token.to(tl.int64), -1), mask=is_there)
+
+
 def accept_path(
     tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, chosen: Tensor, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:

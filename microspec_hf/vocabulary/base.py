@@ -142,8 +142,8 @@ class PackedRows:
         """`DraftVocabulary.topk` over these rows: slots that hold no id score -inf and stand for no token."""
         logits = head.project(hidden, self.weight, self.bias)
         # Free slots are uninitialised: whatever their memory gave is replaced and not added to.
-        scores, slots = ops.draft_topk(logits.masked_fill(self.token_of < 0, -torch.inf), k)
-        return scores, torch.where(scores > -torch.inf, self.token_of[slots].long(), -1)
+        scores, slots = ops.draft_topk(logits.masked_fill_(self.token_of < 0, -torch.inf), k)
+        return scores, ops.slot_tokens(scores, slots, self.token_of)
 
     def gather(self, head: TargetHead, rows: Tensor, slots: Tensor, count: Tensor) -> None:
         """Copy `count` rows of the head; see `ops.gather_rows`."""

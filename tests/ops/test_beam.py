@@ -47,9 +47,7 @@ def test_beam(k: int, kind: str) -> None:
         size = k + 3 * k * k
         lists = there(kind, torch.zeros(size), torch.zeros(size, dtype=torch.int64), torch.zeros(size).long())
         zero = torch.zeros(k, dtype=torch.int64)
-        beam = ops.Beam(
-            *there(kind, torch.tensor(above), zero, torch.tensor(flat), zero, torch.tensor(words)[:, None])
-        )
+        beam = ops.Beam(*there(kind, torch.tensor(above), zero, torch.tensor(flat), zero, torch.tensor(words)[:, None]))
         grow = implementation("grow_beam", kind)
         own_words, child_scores, child_tokens = there(
             kind, torch.tensor(own)[:, None], torch.tensor(scores), torch.tensor(tokens)
@@ -94,3 +92,12 @@ def test_accepted_path(num_nodes: int, kind: str) -> None:
         assert got_path.tolist() == path + path[-1:] * padding
         assert emitted.tolist() == [chosen[node] for node in path] + [-1] * padding
         assert num_accepted.tolist() == [len(path) - 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_slots(kind: str) -> None:
+    scores, slots = torch.tensor([[0.5, -math.inf], [-2.0, 1.0]]), torch.tensor([[2, 0], [1, 2]])
+    token_of = torch.tensor([7, -1, 2**20], dtype=torch.int32)
+    got = implementation("slot_tokens", kind)(*there(kind, scores, slots, token_of))
+    assert got.tolist() == [[2**20, -1], [-1, 2**20]]
+    assert got.dtype == torch.int64
