@@ -63,6 +63,8 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self._chain = chain_words(tree.num_path_slots, self.device)
         self._columns = torch.arange((tree.depth + 1) * tree.top_k, device=self.device)
         self._levels = self._columns // tree.top_k
+        self._root_row = torch.zeros(tree.top_k, dtype=torch.int64, device=self.device)
+        self._nowhere = torch.zeros(1, num_words(tree) * WORD, dtype=torch.int64, device=self.device)
         self._path_columns = torch.arange(tree.num_path_slots, device=self.device)
         self._candidates = (
             torch.zeros(tree.num_candidates, device=self.device),
@@ -94,7 +96,8 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         columns = torch.arange(self.cache.length + count, device=self.device)
         visible = (columns <= positions[:, None]) & (columns >= self._first_row)
         self.cache.prepare(positions[None], columns.shape[0])
-        self._run(next_tokens, hidden, positions, torch.where(visible, columns, -1))
+        each = columns[:count]
+        self._run(next_tokens, hidden, each, positions, torch.where(visible, columns, -1))
         self.cache.length += count
         self.num_rows += count
 
@@ -129,21 +132,22 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         k, depth = self.tree.top_k, self.tree.depth
 
         # Rows behind num_pending are padding: later rows are invisible to earlier ones, and the tree overwrites them.
-        columns = self._path_columns
-        output = self._see(self.pending_tokens, self.pending_hidden, columns, columns, self._chain)
+        path = self._path_columns
+        rows = self.num_rows + path
+        output = self._see(self.pending_tokens, self.pending_hidden, path, rows, rows, self._chain)
         self.num_rows += self.num_pending
         last = output.index_select(0, self.num_pending - 1)
+        rows, positions = self.num_rows + self._columns, self.num_rows + self._levels
         scores, tokens = self.vocabulary.topk(last, k)
         candidates = self._candidates
         candidates[0][:k], candidates[1][:k] = scores[0], tokens[0]  # the first ones are the root's children
-        beam = ops.Beam(scores[0], tokens[0], self._columns[:k], self._columns[:k], self._own_bits[:k])
-        hidden = last.expand(k, -1)
+        beam = ops.Beam(scores[0], tokens[0], self._columns[:k], self._root_row, self._own_bits[:k])
+        output = last
         for level in range(depth):
             own, following = slice(level * k, (level + 1) * k), slice((level + 1) * k, (level + 2) * k)
-            output = self._see(beam.tokens, hidden, self._columns[own], self._levels[own], beam.ancestors)
+            output = self._see(beam.tokens, output, beam.parent, rows[own], positions[own], beam.ancestors)
             scores, tokens = self.vocabulary.topk(output, k)
             beam = ops.grow_beam(candidates, k + level * k * k, scores, tokens, beam, self._own_bits[following])
-            hidden = output.index_select(0, beam.parent)
         nodes = ops.build_tree(*candidates, root, self.tree.num_nodes)
         return DraftTree(*nodes)
 
@@ -170,27 +174,30 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         """Tell the host side how many rows of true features there are, and how many of them `draft` starts from."""
         self.cache.length, self._num_expected = num_rows, num_expected
 
-    def _see(self, tokens: Tensor, hidden: Tensor, columns: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
-        """The head's output `[T, H]` for rows that stand in these columns of the tree behind the true features.
+    def _see(
+        self, tokens: Tensor, hidden: Tensor, parents: Tensor, rows: Tensor, positions: Tensor, ancestors: Tensor
+    ) -> Tensor:
+        """The head's output `[T, H]` for nodes behind the true features.
 
         Args:
-            tokens, hidden: int64 `[T]` and `[T, H]`.
-            columns, depths: int64 `[T]`.
+            tokens: int64 `[T]`.
+            hidden: `[R, H]`, of which row `parents[t]` stands before node t, int64 `[T]`.
+            rows, positions: int64 `[T]`, where each is kept, and where it stands.
             ancestors: int64 `[T, W]`, see `Sight`.
         """
         view = self._view()
-        nowhere = torch.zeros(1, ancestors.shape[1] * WORD, dtype=torch.int64, device=self.device)  # no window asks
+        nowhere = self._nowhere[:, : ancestors.shape[1] * WORD]  # no window asks for depths
         sight = Sight(self.num_rows, ancestors[None], nowhere, self._first_row)
-        self.cache.prepare((self.num_rows + columns)[None], view)
-        positions = self.num_rows + depths
+        self.cache.prepare(rows[None], view)
         if self.tree_pass is None:
-            return self._run(tokens, hidden, positions, sight.positions(view)[0])
+            return self._run(tokens, hidden, parents, positions, sight.positions(view)[0])
         run = self.tree_pass.over(self.cache, sight)
-        return run(tokens, hidden, positions, self.tree_pass.mask)  # type: ignore[no-any-return]
+        return run(tokens, hidden, parents, positions, self.tree_pass.mask)  # type: ignore[no-any-return]
 
-    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def _run(self, tokens: Tensor, hidden: Tensor, parents: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         mask = additive_mask(visible, positions, None, hidden.dtype)
-        return self._step(tokens.to(self.target.device), hidden, positions, mask, self.cache)  # type: ignore[no-any-return]
+        tokens = tokens.to(self.target.device)
+        return self._step(tokens, hidden, parents, positions, mask, self.cache)  # type: ignore[no-any-return]
 
     # transformers' assisted decoding ---------------------------------------------------------------------------
 
@@ -252,11 +259,24 @@ class DraftStep(nn.Module):
         self.embeddings, self.head = embeddings, head
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: TreeCache | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        parents: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: TreeCache | None = None,
     ) -> Tensor:
-        """`[T, H]` from int64 `[T]`, `[T, H]` and int64 `[T]`; mask and cache as for `EagleHead`."""
+        """`[T, H]` for T tokens, each behind one of the hidden rows.
+
+        Args:
+            tokens, parents, positions: int64 `[T]`, the tokens, the hidden row before each, and its position.
+            hidden: `[R, H]`.
+            mask, cache: as for `EagleHead`.
+        """
         embeddings = self.embeddings(tokens.clamp(min=0)).to(hidden)
-        return self.head(embeddings[None], hidden[None], positions[None], mask, cache)[0]  # type: ignore[no-any-return]
+        rows = hidden.index_select(0, parents)
+        return self.head(embeddings[None], rows[None], positions[None], mask, cache)[0]  # type: ignore[no-any-return]
 
 
 def num_words(tree: TreeConfig) -> int:

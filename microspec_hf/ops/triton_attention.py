@@ -42,9 +42,7 @@ def tiles_for(num_rows: int, head_dim: int, itemsize: int) -> Tiles:
         return Tiles(16 if num_rows <= 16 else 32, 32, 4, 1)
     if num_rows <= 16:
         return Tiles(16, 64, 4, 3, waves=2)
-    if num_rows <= 64 or head_dim > 128:
-        return Tiles(64, 64, 4, 2)
-    return Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 4, 2)
 
 
 def tree_attention(
@@ -97,6 +95,7 @@ def tree_attention(
         M=depths.shape[1],
         D=head_dim,
         WIDTH=width,
+        TREE=max(16, triton.next_power_of_2(depths.shape[1])),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         SPLITS=splits,
@@ -136,6 +135,7 @@ def _attend(  # type: ignore[no-untyped-def, unused-ignore]
     M: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    TREE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -165,58 +165,70 @@ def _attend(  # type: ignore[no-untyped-def, unused-ignore]
     places = query + batch * query_batch + query_of_row[:, None] * query_head + t[:, None] * query_row + dim[None, :]
     q = tl.load(places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
-    total = length + M
+    # The text's columns in steps, and the tree's as the last one: each split takes an equal share of them.
     start = first // COLUMNS * COLUMNS
-    steps = tl.cdiv(tl.cdiv(total - start, COLUMNS), SPLITS)
-    begin = start + split * steps * COLUMNS
-    end = tl.minimum(begin + steps * COLUMNS, total)
+    text_steps = tl.cdiv(length - start, COLUMNS)
+    share = tl.cdiv(text_steps + 1, SPLITS)
+    begin = split * share
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     base = batch * key_batch + head * key_head
-    for c in range(begin, end, COLUMNS):
-        column = c + tl.arange(0, COLUMNS)
-        is_column = column < total
-        k = tl.load(
-            keys + base + column[None, :] * key_row + dim[:, None],
-            mask=is_column[None, :] & is_dim[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh through exp, which cannot overflow here: 1 - 2 / (e^2x + 1).
-            scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
-        node = column - length
-        inside = tl.minimum(tl.maximum(node, 0), M - 1)
-        is_seen = ((node < 0) & (column >= first))[None, :] & is_row[:, None]
-        if c + COLUMNS > length:
-            in_tree = (node >= 0) & (node < M)
-            bit = (word[:, None] >> inside[None, :]) & 1
-            is_seen = is_seen | (in_tree[None, :] & (bit == 1) & is_row[:, None])
+    for step in range(begin, tl.minimum(begin + share, text_steps)):
+        column = start + step * COLUMNS + tl.arange(0, COLUMNS)
+        is_seen = ((column < length) & (column >= first))[None, :] & is_row[:, None]
         if HAS_WINDOW:
-            depth = tl.load(depths + batch * M + inside)
-            position = tl.where(node < 0, column, length + depth)
-            is_seen = is_seen & (position[None, :] > (length + own_depth - window)[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        floor = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - floor[:, None])
-        fade = tl.exp(highest - floor)
+            is_seen = is_seen & (column[None, :] > (length + own_depth - window)[:, None])
+        k_places = keys + base + column[None, :] * key_row + dim[:, None]
+        k = tl.load(k_places, mask=(column < length)[None, :] & is_dim[:, None], other=0.0)
+        scores = _scores(q, k, is_seen, scale, softcap, HAS_SOFTCAP)
+        weights, fade, highest = _weigh(scores, highest)
         weight_sum = weight_sum * fade + tl.sum(weights, 1)
-        v = tl.load(
-            values + base + column[:, None] * key_row + dim[None, :],
-            mask=is_column[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, tl.zeros_like(v))  # rows that nobody sees may hold NaN
-        sums = sums * fade[:, None] + tl.dot(weights.to(keys.dtype.element_ty), v, input_precision="ieee")
-        highest = higher
+        v_places = values + base + column[:, None] * key_row + dim[None, :]
+        # What stands before the first row may be anything, and nothing times NaN is NaN.
+        v = tl.load(v_places, mask=((column < length) & (column >= first))[:, None] & is_dim[None, :], other=0.0)
+        sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+
+    if (begin <= text_steps) & (text_steps < begin + share):
+        node = tl.arange(0, TREE)
+        is_node = node < M
+        is_seen = (((word[:, None] >> node[None, :].to(tl.int64)) & 1) == 1) & (is_node[None, :] & is_row[:, None])
+        if HAS_WINDOW:
+            depth = tl.load(depths + batch * M + node, mask=is_node, other=0)
+            is_seen = is_seen & (depth[None, :] > (own_depth - window)[:, None])
+        column = length + node
+        k_places = keys + base + column[None, :] * key_row + dim[:, None]
+        k = tl.load(k_places, mask=is_node[None, :] & is_dim[:, None], other=0.0)
+        scores = _scores(q, k, is_seen, scale, softcap, HAS_SOFTCAP)
+        weights, fade, highest = _weigh(scores, highest)
+        weight_sum = weight_sum * fade + tl.sum(weights, 1)
+        v_places = values + base + column[:, None] * key_row + dim[None, :]
+        v = tl.load(v_places, mask=is_node[:, None] & is_dim[None, :], other=0.0)
+        v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, tl.zeros_like(v))  # a rejected draft may be NaN
+        sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
 
     line = ((batch * KV_HEADS * GROUP + query_of_row) * T + t).to(tl.int64)
     to = partial + (line * SPLITS + split) * (D + 2)
     tl.store(to, highest, mask=is_row)
     tl.store(to + 1, weight_sum, mask=is_row)
     tl.store(to[:, None] + 2 + dim[None, :], sums, mask=is_row[:, None] & is_dim[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scores(q, k, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def, unused-ignore]
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh through exp, where an overflow gives 1: 1 - 2 / (e^2x + 1).
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+    return tl.where(is_seen, scores, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _weigh(scores, highest):  # type: ignore[no-untyped-def, unused-ignore]
+    """Weights of new scores, the factor of the earlier ones, and the new maximum of each row."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    floor = tl.where(higher == float("-inf"), 0.0, higher)
+    return tl.exp(scores - floor[:, None]), tl.exp(highest - floor), higher
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
