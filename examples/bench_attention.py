@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -75,7 +76,8 @@ def time_shape(
 
     def ours(tiles: Tiles | None = None) -> list[Callable[[], Any]]:
         return [
-            lambda q=q, k=k, v=v: triton_attention.tree_attention(
+            functools.partial(
+                triton_attention.tree_attention,
                 q[:, :, :num_rows],
                 k,
                 v,

@@ -73,12 +73,12 @@ def randint(high: int, *shape: int, seed: int) -> Tensor:
 
 def gather_case(count: int, num_entries: int, weight: Tensor, target_us: float) -> Case:
     hidden = weight.shape[1]
+    out = torch.empty(3072, hidden, dtype=weight.dtype, device=DEVICE)  # one packed buffer, as in use
 
     def inputs(seed: int) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(weight.shape[0], generator=generator)[:num_entries].to(DEVICE)
         slots = torch.randperm(3072, generator=generator)[:num_entries].to(DEVICE)
-        out = torch.empty(3072, hidden, dtype=weight.dtype, device=DEVICE)
         return out, weight, rows, slots, torch.tensor([count], dtype=torch.int32, device=DEVICE)
 
     size = f"{count:,} of {num_entries:,} rows of {hidden:,} bf16"
@@ -283,7 +283,7 @@ def provenance(bandwidth: float, launch_us: float) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([Path(sys.executable).name, *(_without_folder(word) for word in sys.argv)]),
         "commit": commit.stdout.strip() or "unknown",
         "gpu": properties.name,
         "compute capability": f"{properties.major}.{properties.minor}",
@@ -295,6 +295,11 @@ def provenance(bandwidth: float, launch_us: float) -> dict[str, Any]:
     }
 
 
+def _without_folder(word: str) -> str:
+    """A path's last part, so that no record carries the folders of a machine; the script's own path as it is."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
 def table(record: dict[str, Any]) -> str:
     about = record["provenance"]
     lines = [
@@ -302,6 +307,7 @@ def table(record: dict[str, Any]) -> str:
         f"`{about['command']}`: medians of CUDA-graph replays. A large copy moves",
         f"{about['copy bandwidth in TB/s']:.2f} TB/s (read plus written); a launch in a graph takes "
         f"{about['launch in us']:.2f} us. The floor is the larger of the launch and the bytes at that rate.",
+        "`gather_rows` copies other rows in each call, into the one packed buffer that there is in use.",
         "",
         "| op | size | kernel, us | floor, us | TB/s | PyTorch reference, us | target, us |",
         "|---|---|---:|---:|---:|---:|---:|",

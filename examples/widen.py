@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from microspec_hf import load_drafter
-from microspec_hf.evaluation.widened import COSTS, Widening, shorten
+from microspec_hf.evaluation.widened import COSTS, Widening, match_depth
 
 TEXT = "Explain in a few sentences how a bicycle stays upright, and write a Python function that reverses a list."
 
@@ -57,13 +57,8 @@ def main(arguments: Arguments) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     head = load_drafter(arguments.drafter, torch.float32, "cpu")
-    cost = COSTS[arguments.cost]
-    if model.config.num_hidden_layers > cost.num_hidden_layers:
-        if arguments.deep == "spread":
-            cost = cost.spread(model.config.num_hidden_layers)
-        elif arguments.deep == "shorten":
-            ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-            model = shorten(model, cost.num_hidden_layers, ids)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    model, cost = match_depth(model, arguments.cost, arguments.deep, ids)
     widening = Widening(model, head, cost, getattr(torch, arguments.dtype), arguments.seed)
 
     target, drafter = Path(arguments.output) / "target", Path(arguments.output) / "drafter"

@@ -42,6 +42,8 @@ class RowTile {
       }
     }
     wait_for_copies();
+    top_ = -INFINITY;
+    for_each([&](float value, int) { top_ = fmaxf(top_, value); });
   }
 
   // Whether this thread has an element.
@@ -63,11 +65,7 @@ class RowTile {
   __device__ __forceinline__ bool has(int column) const { return column < end_; }
 
   // The greatest value of this thread's elements; -inf without any.
-  __device__ __forceinline__ float top() const {
-    float top = -INFINITY;
-    for_each([&](float value, int) { top = fmaxf(top, value); });
-    return top;
-  }
+  __device__ __forceinline__ float top() const { return top_; }
 
   // The best element of the warp. Only lanes that hold the warp's maximum look for its column.
   __device__ __forceinline__ Ranked best_of_warp() const {
@@ -100,6 +98,7 @@ class RowTile {
 
   uint4* memory_;
   int begin_, end_;
+  float top_;
 };
 
 }  // namespace microspec

@@ -1,4 +1,4 @@
-"""The command line: `microspec demo | generate | chat | check | train | report | compare | kernels`.
+"""The command line: `microspec demo | generate | chat | check | bench | train | report | compare | kernels`.
 
 Commands use the public API only; each has a module of its own. `console` decides where words and figures go,
 `options` holds what several commands share.
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import microspec_hf
-from microspec_hf.cli import chat, check, demo, generate, kernels, report, train
+from microspec_hf.cli import bench, chat, check, demo, generate, kernels, report, train
 from microspec_hf.cli.console import SentenceErrors
 
 __all__ = ["app"]
@@ -23,7 +23,17 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, generate.generate, chat.chat, check.check, train.train, report.report, report.compare):
+COMMANDS = (
+    demo.demo,
+    generate.generate,
+    chat.chat,
+    check.check,
+    bench.bench,
+    train.train,
+    report.report,
+    report.compare,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(kernels.app, name="kernels")
 

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from microspec_hf.eagle import EagleConfig, EagleHead, check_pair
 from microspec_hf.evaluation.costs import COSTS, SIZES, Cost
 
-__all__ = ["COSTS", "Cost", "Widening", "shorten", "widen"]
+__all__ = ["COSTS", "Cost", "Widening", "match_depth", "shorten", "widen"]
 
 _CONFIGS: dict[str, type[Any]] = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 
@@ -136,6 +136,24 @@ def shorten(model: PreTrainedModel, num_layers: int, ids: Tensor) -> PreTrainedM
     if getattr(short.config, "layer_types", None):
         short.config.layer_types = [short.config.layer_types[layer] for layer in kept]
     return short  # type: ignore[no-any-return]
+
+
+def match_depth(model: PreTrainedModel, cost: str | Cost, deep: str, ids: Tensor) -> tuple[PreTrainedModel, Cost]:
+    """A target and a cost that it fits into by its number of layers.
+
+    Args:
+        model: the small target.
+        cost: a name in `COSTS`, or other shapes.
+        deep: for a target with too many layers: `"spread"` keeps its text, `"shorten"` keeps the cost, and `"refuse"`
+            leaves it to `widen` to say so.
+        ids: int64 `[1, L]`, for `shorten`.
+    """
+    shape, num_layers = _cost(cost), int(model.config.num_hidden_layers)
+    if num_layers <= shape.num_hidden_layers or deep == "refuse":
+        return model, shape
+    if deep == "spread":
+        return model, shape.spread(num_layers)
+    return shorten(model, shape.num_hidden_layers, ids), shape
 
 
 class Widening:
