@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from microspec_hf import ops
+from microspec_hf.evaluation import provenance
 from microspec_hf.ops import loading, reference
 from microspec_hf.streams import SideStream
 
@@ -279,19 +279,15 @@ def run_tests(kernels: Path | None) -> None:
         raise SystemExit("A kernel is wrong, so no time is measured.")
 
 
-def provenance(bandwidth: float, launch_us: float) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+def about(bandwidth: float, launch_us: float) -> dict[str, Any]:
+    """Where the times come from."""
     return {
         "command": " ".join([Path(sys.executable).name, *(_without_folder(word) for word in sys.argv)]),
-        "commit": commit.stdout.strip() or "unknown",
-        "gpu": properties.name,
-        "compute capability": f"{properties.major}.{properties.minor}",
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "copy bandwidth in TB/s": bandwidth / 1e12,
-        "launch in us": launch_us,
+        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()),
+        "bandwidth_tb_s": bandwidth / 1e12,
+        "launch_us": launch_us,
+        **provenance(device="cuda"),
     }
 
 
@@ -301,12 +297,12 @@ def _without_folder(word: str) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    about = record["provenance"]
+    origin = record["provenance"]
     lines = [
-        f"Measured on one {about['gpu']} (torch {about['torch']}, CUDA {about['cuda']}) by",
-        f"`{about['command']}`: medians of CUDA-graph replays. A large copy moves",
-        f"{about['copy bandwidth in TB/s']:.2f} TB/s (read plus written); a launch in a graph takes "
-        f"{about['launch in us']:.2f} us. The floor is the larger of the launch and the bytes at that rate.",
+        f"Measured on one {origin['device']} (torch {origin['versions']['torch']}, CUDA {origin['cuda']}) by",
+        f"`{origin['command']}`: medians of CUDA-graph replays. A large copy moves",
+        f"{origin['bandwidth_tb_s']:.2f} TB/s (read plus written); a launch in a graph takes "
+        f"{origin['launch_us']:.2f} us. The floor is the larger of the launch and the bytes at that rate.",
         "`gather_rows` copies other rows in each call, into the one packed buffer that there is in use.",
         "",
         "| op | size | kernel, us | floor, us | TB/s | PyTorch reference, us | target, us |",
@@ -347,7 +343,7 @@ def main() -> None:
     bandwidth, launch_us = copy_bandwidth(), launch_microseconds()
     torch.cuda.empty_cache()
     record = {
-        "provenance": provenance(bandwidth, launch_us),
+        "provenance": about(bandwidth, launch_us),
         "served_by": {name: service.tier for name, service in ops.load("cuda").items()},
         "timings": [asdict(time_case(case, bandwidth, launch_us)) for case in cases()],
         "overlap": overlap(),

@@ -11,8 +11,14 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Ends a group of the copies that this thread has started.
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups of this thread's copies but the last LATEST ones.
+template <int LATEST>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
+}
 
 // Loads what this launch reads once: it takes no room in the L1.
 template <typename Unit>

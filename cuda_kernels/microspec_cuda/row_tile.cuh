@@ -40,10 +40,10 @@ class RowTile {
           elements[v] = !VECTORISED && column + v < end_ ? row[column + v] : T(-INFINITY);
         }
       }
+      end_copy_group();
     }
-    wait_for_copies();
     top_ = -INFINITY;
-    for_each([&](float value, int) { top_ = fmaxf(top_, value); });
+    find_top<0>();
   }
 
   // Whether this thread has an element.
@@ -82,6 +82,19 @@ class RowTile {
   }
 
  private:
+  // Takes in the loads from U on as they arrive, the later ones still being under way.
+  template <int U>
+  __device__ __forceinline__ void find_top() {
+    if constexpr (U < LOADS) {
+      wait_for_all_but<LOADS - 1 - U>();
+      const uint4 data = memory_[U * THREADS];
+      const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+      for (int v = 0; v < VECTOR; ++v) top_ = fmaxf(top_, value_of_element(words, v));
+      find_top<U + 1>();
+    }
+  }
+
   __device__ __forceinline__ static float value_of_element(const uint32_t (&words)[4], int v) {
     float value;
     if constexpr (sizeof(T) == 4) {

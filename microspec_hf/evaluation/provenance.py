@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -24,9 +25,9 @@ def provenance(**arguments: Any) -> dict[str, Any]:
             their own.
 
     Returns:
-        `git_revision` (None outside a checkout of this repository) and `git_dirty` (tracked files differ from
-        it), `versions` of python, torch, transformers and microspec_hf, `device` (the name of the hardware),
-        `threads`, `dtype`, `arguments`, `utc`.
+        `git_revision` (what MICROSPEC_REVISION names, else that of the checkout; None outside of one) and
+        `git_dirty` (tracked files differ from it), `versions` of python, torch, transformers and microspec_hf,
+        `device` (the name of the hardware), `threads`, `dtype`, `arguments`, `utc`.
     """
     revision, is_dirty = _git_state(Path(microspec_hf.__file__).resolve().parent.parent)
     dtype = arguments.get("dtype")
@@ -66,6 +67,8 @@ def _cpu_name() -> str:
 
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
     """Revision of the checkout at `root`, and whether its tracked files were changed."""
+    if revision := os.environ.get("MICROSPEC_REVISION"):  # of a copy that travelled without its history
+        return revision, False
     # An installed package may lie inside some other repository, whose revision would mean nothing.
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:

@@ -200,6 +200,17 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   });
 }
 
+inline unsigned __match_any_sync(unsigned, int value) {
+  const uint64_t own = emulator::pack(value);
+  return emulator::exchange(own, [=](const uint64_t* all, int count) {
+    unsigned word = 0;
+    for (int i = 0; i < count; ++i) word |= static_cast<unsigned>(all[i] == own) << i;
+    return word;
+  });
+}
+
+inline int __ffs(unsigned word) { return __builtin_ffs(static_cast<int>(word)); }
+
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return emulator::exchange(value, [](const uint64_t* all, int count) {
     return static_cast<unsigned>(*std::max_element(all, all + count));
@@ -243,7 +254,9 @@ inline void copy_async_16(void* shared, const void* global) {
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0) std::abort();
   std::memcpy(shared, global, 16);
 }
-inline void wait_for_copies() {}
+inline void end_copy_group() {}
+template <int LATEST>
+void wait_for_all_but() {}
 
 template <typename Unit>
 Unit load_once(const Unit* source) { return *source; }
