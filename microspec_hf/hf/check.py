@@ -35,12 +35,12 @@ def check_tree_pass(target: Target) -> None:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as reason:
         raise ValueError(
-            f"{type(target.model).__name__} cannot take a tree of drafts ({type(reason).__name__}: {reason}). "
+            f"{target.model.__class__.__name__} cannot take a tree of drafts ({type(reason).__name__}: {reason}). "
             "Call generate without custom_generate."
         ) from reason
     if not error <= (1e-2 if torch.finfo(target.dtype).eps < 1e-6 else 0.3):  # TF32; experts chosen in half precision
         raise ValueError(
-            f"{type(target.model).__name__} computes other logits for a tree of drafts than for the same texts one by "
+            f"{target.model.__class__.__name__} computes other logits for a tree of drafts than for the same texts one by "
             f"one (relative error {error:.1e}), so that speculation would change the text. "
             "Call generate without custom_generate."
         )
@@ -55,7 +55,7 @@ _DEPTHS, _ANCESTORS = [0, 1, 1, 2], [0b0001, 0b0011, 0b0101, 0b1101]
 
 def _tree_logits(target: Target) -> Tensor:
     cache, device = target.new_cache(is_fixed=True), target.device
-    prompt, nodes = (torch.tensor([ids], device=device) % target.vocab_size for ids in (_PROMPT, _NODES))
+    prompt, nodes = (_ordinary_tokens(target, ids) for ids in (_PROMPT, _NODES))
     count = len(_PROMPT)
     columns = torch.arange(count, device=device)
     cache.reserve(count + len(_NODES))
@@ -70,11 +70,16 @@ def _tree_logits(target: Target) -> Tensor:
     return target.head(target.see(nodes, length + depths, sight, cache)[0][0]).float()
 
 
+def _ordinary_tokens(target: Target, numbers: list[int]) -> Tensor:
+    """int64 `[1, T]`, ids from the middle of the vocabulary: on control tokens at its edges some models are so
+    sensitive that two orders of one sum give unlike logits in half precision."""
+    ids = torch.tensor([numbers], device=target.device)
+    return (ids + target.vocab_size // 3) % target.vocab_size
+
+
 def _plain_logits(target: Target) -> Tensor:
     first, second = (
-        target.model(
-            input_ids=torch.tensor([_PROMPT + path], device=target.device) % target.vocab_size, use_cache=False
-        ).logits[0, len(_PROMPT) :]
+        target.model(input_ids=_ordinary_tokens(target, _PROMPT + path), use_cache=False).logits[0, len(_PROMPT) :]
         for path in (_PATHS[1], _PATHS[3])  # the two leaves: their texts hold those of the inner nodes
     )
     return torch.stack([first[0], first[1], second[1], second[2]]).float().to(target.head.device)
