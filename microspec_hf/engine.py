@@ -109,4 +109,3 @@ class CudaCapture:
 def can_capture(devices: set[torch.device]) -> bool:
     """Whether work on these devices fits into one CUDA graph."""
     return len(devices) == 1 and next(iter(devices)).type == "cuda"
-

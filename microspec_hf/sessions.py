@@ -80,6 +80,8 @@ class Plan:
 
     @property
     def key(self) -> Hashable:
+        if self.head is None:
+            return None
         return id(self.head), self.config.vocabulary, self.tree, tuple(self.stop_ids)
 
     def drafter(self, target: Target, tree_pass: TreePass | None = None) -> Drafter:

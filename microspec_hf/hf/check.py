@@ -40,8 +40,8 @@ def check_tree_pass(target: Target) -> None:
         ) from reason
     if not error <= (1e-2 if torch.finfo(target.dtype).eps < 1e-6 else 0.3):  # TF32; experts chosen in half precision
         raise ValueError(
-            f"{target.model.__class__.__name__} computes other logits for a tree of drafts than for the same texts one by "
-            f"one (relative error {error:.1e}), so that speculation would change the text. "
+            f"{target.model.__class__.__name__} computes other logits for a tree of drafts than for the same texts one "
+            f"by one (relative error {error:.1e}), so that speculation would change the text. "
             "Call generate without custom_generate."
         )
     if target.tree_pass is None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from microspec_hf import TreeConfig
+from microspec_hf import TreeConfig, ops, sessions
+from microspec_hf.engine import CapturedRounds
 from microspec_hf.evaluation import bench
 from microspec_hf.evaluation.bench import BenchArm, Run
 from microspec_hf.stats import SpeculationStats
+from tests.capture import capture
 from tests.doubles import controlled_pair, plain, random_prompt
 
 SMALL = TreeConfig(depth=2, top_k=4, num_nodes=12)
@@ -44,6 +46,23 @@ def test_arms_run_and_give_one_text(pair: tuple[Any, Any]) -> None:
     order = [text.split(":")[0] for text in told if ": repeat" in text]
     names = [arm.name for arm in arms]
     assert order == names + names[1:] + names[:1]
+
+
+def test_a_round_is_taken_apart(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounds are captured, the parts of a round of the latest text are timed; here the capture is emulated."""
+    model, head = pair
+    monkeypatch.setattr(sessions, "CapturedRounds", lambda: CapturedRounds(capture))
+    monkeypatch.setattr(sessions, "can_capture", lambda devices: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(ops, "used_slots", lambda token_of: token_of.shape[0])
+    arms = [arm for arm in bench.bench_arms(head) if arm.name not in bench.SLOW]
+    records = bench.bench(model, head, arms, [random_prompt(model, 7)], 12, repeats=1)
+    for record in records:
+        assert record["is_captured"]
+        assert record["verify_ms"] > 0
+        assert record["device_ms"] > 0
+        assert (record["draft_ms"] > 0) == (record["arm"] != bench.ENGINE)
+        assert record["same_text_as"][bench.ENGINE]["equal"] == 1
 
 
 def test_static_arms_need_a_list_that_is_long_enough(pair: tuple[Any, Any]) -> None:
