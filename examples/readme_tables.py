@@ -20,6 +20,7 @@ from microspec_hf.evaluation import OVERALL
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+ENGINE = ROOT / "docs" / "engine.md"
 RESULTS = ROOT / "examples" / "results"
 
 
@@ -32,6 +33,13 @@ def render_card(card: str, results: Path = RESULTS) -> str:
     """The shipped drafter's model card likewise."""
     acceptance = _acceptance_table(_read(results / "acceptance_smollm2.json"))
     return _fill(card, {"acceptance": acceptance or "Not measured yet.\n", "training": training_block()})
+
+
+def render_engine(page: str, results: Path = RESULTS) -> str:
+    """The page about the engine likewise."""
+    bench = _read(results / "bench_llama-3-8b.json")
+    parts = _parts_table(bench) + "\n" + _kernels_table(_read(results / "round_llama-3-8b.json"))
+    return _fill(page, {"bench": _bench_table(bench), "parts": parts})
 
 
 def training_block() -> str:
@@ -63,6 +71,7 @@ def results_block(results: Path) -> str:
     tables = [
         table
         for table in (
+            _bench_table(_read(results / "bench_llama-3-8b.json")),
             _demo_table(_read(results / "demo_cpu.json")),
             _acceptance_table(_read(results / "acceptance_smollm2.json")),
             _check_table(_read(results / "check_float32.json")),
@@ -82,6 +91,64 @@ def drafters_block() -> str:
         for target, drafter in KNOWN.items()
     ]
     return _table(["target", "drafter"], rows)
+
+
+def _bench_table(bench: dict[str, Any] | None) -> str:
+    if bench is None:
+        return ""
+    arms = {arm["arm"]: arm for arm in bench["arms"]}
+    static = arms.get("plain-static-compiled", arms[next(iter(arms))])
+    rows = []
+    for name, arm in arms.items():
+        parts = [arm.get(part) for part in ("round_ms", "draft_ms", "verify_ms", "rest_ms", "host_gap_ms")]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{arm['tokens_per_second']:.0f}",
+                f"{arm['decode_tokens_per_second']:.0f}",
+                f"{arm['decode_tokens_per_second'] / static['decode_tokens_per_second']:.2f}x",
+                f"{arm['acceptance_length']:.2f}",
+                *("" if part is None else f"{part:.2f}" for part in parts),
+                f"{arm['share_of_floor']:.0%}",
+                str(arm["prompts"]),
+            ]
+        )
+    caption = (
+        f"`microspec bench` on {bench['provenance']['device']}: {bench['label']}, "
+        f"{_argument(bench, 'dtype')}, batch 1, greedy, {_argument(bench, 'max_new_tokens')} new tokens, "
+        f"{_argument(bench, 'repeats')} measured pass over the prompts; milliseconds of a round and its parts:"
+    )
+    header = ["arm", "tok/s", "without prefill", "x static", "tokens a round", "round", "draft", "verify", "rest"]
+    return f"{caption}\n\n" + _table([*header, "host gap", "of the floor", "prompts"], rows)
+
+
+def _parts_table(bench: dict[str, Any] | None) -> str:
+    """What each part of a MicroSpec round takes beyond the bytes of its weights."""
+    if bench is None:
+        return ""
+    arm = next(arm for arm in bench["arms"] if arm["arm"] == "microspec")
+    verify = 1e3 * bench["target_bytes"] / bench["bandwidth"]
+    parts = [
+        ("target pass", arm["verify_ms"], verify),
+        ("six drafter passes and the tree", arm["draft_ms"], arm["floor_ms"] - verify),
+        ("everything else on the device", arm["rest_ms"], 0.0),
+        ("host", arm["host_gap_ms"], 0.0),
+    ]
+    parts.sort(key=lambda part: part[2] - part[1])
+    parts.append(("round", arm["round_ms"], arm["floor_ms"]))
+    rows = [[name, f"{time:.2f}", f"{floor:.2f}", f"{time - floor:.2f}"] for name, time, floor in parts]
+    return _table(["part of a round", "ms", "floor", "above it"], rows)
+
+
+def _kernels_table(profile: dict[str, Any] | None, most: int = 14) -> str:
+    if profile is None:
+        return ""
+    rows = [
+        [f"`{kernel['kernel'][:70]}`", str(kernel["calls"]), f"{kernel['us']:.0f}", f"{kernel['share']:.1%}"]
+        for kernel in profile["kernels"][:most]
+    ]
+    caption = f"The kernels of one round, {profile['launches']} launches, the longest first:"
+    return f"{caption}\n\n" + _table(["kernel", "calls", "us", "share"], rows)
 
 
 def _demo_table(demo: dict[str, Any] | None) -> str:
@@ -170,7 +237,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def main(arguments: Sequence[str]) -> int:
     stale = 0
-    for path, make in ((README, render), (SMOLLM2 / "README.md", render_card)):
+    pages = {README: render, SMOLLM2 / "README.md": render_card, ENGINE: render_engine}
+    for path, make in pages.items():
         current = path.read_text(encoding="utf-8")
         if (wanted := make(current)) == current:
             continue

@@ -59,16 +59,12 @@ struct Scratch {
 
 __host__ __device__ constexpr int words_of(int num_slots) { return (num_slots + WARP - 1) / WARP; }
 
-// Dynamic shared memory: Scratch, then usage and token [num_slots], then a bitmap of free slots, its ranks, and a bitmap
-// of pinned slots.
+// Dynamic shared memory: Scratch, then usage and token [num_slots], then a bitmap of free slots and its ranks.
 __host__ inline size_t shared_bytes(int num_slots) {
-  return sizeof(Scratch) + sizeof(int) * (2 * num_slots + 3 * words_of(num_slots));
+  return sizeof(Scratch) + sizeof(int) * (2 * num_slots + 2 * words_of(num_slots));
 }
 
 // The needed-th smallest of the positions that `for_each` visits, by 8 bits a pass; all are >= 0 and < bound.
-//
-// `for_each(visit)` calls visit(position, counts) with whole warps: neighbours share most digits, so that one lane
-// adds for all that have its own.
 template <typename ForEach>
 __device__ int select_position(Scratch& s, int needed, int64_t bound, ForEach for_each) {
   int shift = 0;
@@ -78,11 +74,8 @@ __device__ int select_position(Scratch& s, int needed, int64_t bound, ForEach fo
   for (; shift >= 0; shift -= 8) {
     for (int i = threadIdx.x; i < 256; i += THREADS) s.histogram[i] = 0;
     __syncthreads();
-    for_each([&](int position, bool counts) {
-      const bool is_candidate = counts && (position & known) == prefix;
-      const int digit = is_candidate ? (position >> shift) & 255 : -1;
-      const unsigned peers = __match_any_sync(FULL_WARP, digit);
-      if (is_candidate && threadIdx.x % WARP == __ffs(peers) - 1) atomicAdd(&s.histogram[digit], __popc(peers));
+    for_each([&](int position) {
+      if ((position & known) == prefix) atomicAdd(&s.histogram[(position >> shift) & 255], 1);
     });
     __syncthreads();
     if (threadIdx.x < WARP) {
@@ -125,7 +118,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int num_words = words_of(window.num_slots);
   unsigned* free_words = reinterpret_cast<unsigned*>(token_of + window.num_slots);
   int* free_before = reinterpret_cast<int*>(free_words + num_words);
-  unsigned* pinned_words = reinterpret_cast<unsigned*>(free_before + num_words);
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
 
   // Everything that the call reads is asked for at once.
@@ -134,18 +126,9 @@ __global__ void __launch_bounds__(THREADS, 1)
   const bool is_entry = candidate >= 0 && candidate < window.vocab_size;
   const int id = static_cast<int>(candidate);
   int slot = is_entry ? window.slot_of[id] : -1;
-  int num_active = 0;  // of this warp
-  for (int first = 0; first < window.num_slots; first += THREADS) {
-    const int i = first + thread;
-    const bool is_slot = i < window.num_slots;
-    const int token = is_slot ? window.token_of[i] : -1;
-    const unsigned pinned_word = __ballot_sync(FULL_WARP, is_slot && window.pinned[i]);
-    num_active += __popc(__ballot_sync(FULL_WARP, token >= 0));
-    if (is_slot) {
-      usage[i] = window.usage[i];
-      token_of[i] = token;
-      if (lane == 0) pinned_words[i / WARP] = pinned_word;
-    }
+  for (int i = thread; i < window.num_slots; i += THREADS) {
+    usage[i] = window.usage[i];
+    token_of[i] = window.token_of[i];
   }
   for (int i = thread; i < TABLE; i += THREADS) {
     s.table.ids[i] = s.table.last[i] = -1;
@@ -185,16 +168,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (is_last && slot >= 0) usage[slot] = position;
     const int num_new = __popc(__ballot_sync(FULL_WARP, is_new));
     if (lane == 0 && num_new > 0) atomicAdd(&s.num_new, num_new);
-    if (lane == 0 && num_active > 0) atomicAdd(&s.num_active, num_active);
+    for (int first = 0; first < window.num_slots; first += THREADS) {
+      const int i = first + thread;
+      const int num_active = __popc(__ballot_sync(FULL_WARP, i < window.num_slots && token_of[i] >= 0));
+      if (lane == 0 && num_active > 0) atomicAdd(&s.num_active, num_active);
+    }
     __syncthreads();
     const int excess = s.num_active + s.num_new - window.num_slots;
     if (excess > 0) {
       limit = select_position(s, excess, clock + s.num_entries, [&](auto&& visit) {
-        visit(position, is_new);
-        for (int first = 0; first < window.num_slots; first += THREADS) {
-          const int i = first + thread;
-          const bool may_leave = i < window.num_slots && token_of[i] >= 0 && !(pinned_words[i / WARP] >> lane & 1);
-          visit(may_leave ? usage[i] : 0, may_leave);
+        if (is_new) visit(position);
+        for (int i = thread; i < window.num_slots; i += THREADS) {
+          if (token_of[i] >= 0 && !window.pinned[i]) visit(usage[i]);
         }
       });
     }
@@ -206,8 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int i = first + thread;
     const bool is_slot = i < window.num_slots;
     const int token = is_slot ? token_of[i] : 0;
-    const bool is_pinned = is_slot && (pinned_words[i / WARP] >> lane & 1);
-    const bool leaves = is_slot && token >= 0 && (STREAM ? usage[i] == 0 : usage[i] <= limit) && !is_pinned;
+    const bool leaves = is_slot && token >= 0 && (STREAM ? usage[i] == 0 : usage[i] <= limit) && !window.pinned[i];
     if (leaves) {
       window.slot_of[token] = -1;
       window.token_of[i] = -1;

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from microspec_hf import EagleHead
+from microspec_hf import EagleHead, ops
 from microspec_hf.cli import options
 from microspec_hf.cli.console import check_json_file, open_console, write_json
 from microspec_hf.cli.demo import PROMPTS
@@ -84,6 +84,7 @@ def bench(
         "label": f"{cost} cost, {pair.name} text" if cost else pair.name,
         "arms": records,
         **floors,
+        "kernels": ops.status(target.device),
         "prompts": [prompt.id for prompt in chosen],
         "provenance": provenance(
             device=where, dtype=dtype, cost=cost, deep=deep, per_task=per_task, slow_prompts=slow_prompts,
