@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from microspec_hf.config import TreeConfig
+from microspec_hf import ops
+from microspec_hf.config import TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.hf import Target, TreeCache, additive_mask
 
@@ -115,10 +116,13 @@ def _target_seconds(target: Target, width: int) -> float:
     visible = torch.where(columns <= rows[..., None], columns, -1)
     tokens = torch.zeros_like(rows)
 
+    # A round also looks for the best ids at every node: few for a large tree, many for a small one.
+    best = min(VocabularyConfig().verify_candidates_of(width) if width > 1 else 1, target.vocab_size)
+
     def run() -> None:
         cache.prepare(rows, columns.shape[0])
         hidden, _ = target.forward(tokens, positions, visible, cache)
-        target.head(hidden)
+        ops.topk_candidates(target.head(hidden)[0], best)
 
     return _seconds(run, device)
 

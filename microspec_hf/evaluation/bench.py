@@ -122,11 +122,11 @@ def bench(
     for arm in arms:
         tell(f"{arm.name}: warm-up")
         # The longest prompt and answer first: what is compiled or captured for them serves the shorter ones.
-        chosen = sorted(prompts[:slow_prompts] if arm.name in SLOW else prompts, key=lambda ids: -ids.shape[1])
-        longest = chosen[0]
+        by_length = sorted(prompts[:slow_prompts] if arm.name in SLOW else prompts, key=lambda ids: -ids.shape[1])
+        longest = by_length[0]
         warm_up = min(max_new_tokens, STOCK_WARM_UP) if arm.name == STOCK else max_new_tokens
         first = run_arm(model, arm, longest, warm_up)
-        for ids in (*chosen, longest):  # every length is slower when it is new
+        for ids in (*by_length, longest):  # every length is slower when it is new
             later = run_arm(model, arm, ids, warm_up)
         if model.device.type == "cuda" and later.stats is not None and not later.stats.is_captured:
             raise RuntimeError(f"The rounds of {arm.name} run eagerly on a GPU; the log says why.")
