@@ -6,6 +6,7 @@ is a round, whatever the length of the text.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from microspec_hf import ops
+
+logger = logging.getLogger(__name__)
 
 Outcome = TypeVar("Outcome")
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
@@ -55,6 +58,7 @@ class CapturedRounds(Rounds):
 
     def __init__(self, capture: Capture | None = None):
         self._capture = capture or CudaCapture()
+        self.refusal: str | None = None
         self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, tuple[Any, Callable[[], None], Any]] = {}
@@ -64,10 +68,17 @@ class CapturedRounds(Rounds):
         if key not in self._seen:
             self._seen.add(key)
             return decide()
+        if self.refusal is not None:
+            return decide()
         if key not in self._captured:
             if len(self._captured) == MAX_CAPTURES:
                 self._captured.clear()
-            self._captured[key] = (*self._capture(decide), reads)
+            try:
+                self._captured[key] = (*self._capture(decide), reads)
+            except RuntimeError as error:  # an operation of the model that cannot be captured
+                self.refusal = str(error).partition("\n")[0]
+                logger.warning("Rounds run eagerly from here on, since they cannot be captured: %s", self.refusal)
+                return decide()
         outcome: Outcome
         outcome, replay, _ = self._captured[key]
         replay()

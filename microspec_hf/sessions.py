@@ -180,6 +180,7 @@ class Engine:
 
 
 _engines: WeakKeyDictionary[PreTrainedModel, Engine] = WeakKeyDictionary()
+_refused: WeakKeyDictionary[PreTrainedModel, Hashable] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -194,6 +195,8 @@ def _engine(target: Target, plan: Plan) -> Engine | None:
         if kept is not None and (kept.weights, kept.compile_layers) != (_state(model), wanted != "graphs"):
             release(model)
             kept = None
+        if _refused.get(model) == _state(model):
+            return None  # it has been said why
         if reason := _obstacle(target, plan):
             logger.info("Rounds of %s run eagerly: %s.", type(model).__name__, reason)
             return None
@@ -201,7 +204,8 @@ def _engine(target: Target, plan: Plan) -> Engine | None:
             try:
                 kept = _engines[model] = Engine(target, compile_layers=wanted != "graphs")
             except ValueError as error:
-                logger.warning("Rounds of %s run eagerly: %s.", type(model).__name__, error)
+                logger.warning("Rounds of %s run eagerly: %s", type(model).__name__, error)
+                _refused[model] = _state(model)
                 return None
         if not kept.lock.acquire(blocking=False):
             logger.info("Rounds of %s run eagerly: another thread uses its captured ones.", type(model).__name__)

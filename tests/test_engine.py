@@ -207,6 +207,34 @@ def test_a_busy_engine_leaves_the_call_to_eager_rounds(made: list[CapturedRounds
     assert not got.stats[0].is_captured
 
 
+def test_what_cannot_be_captured_runs_eagerly(
+    made: list[CapturedRounds], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(decide: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(sessions, "CapturedRounds", lambda: CapturedRounds(refuse))
+    model = tiny_llama()
+    prompt = random_prompt(model)
+    for _ in range(2):
+        got = speculate(model, prompt, max_new_tokens=20, microspec=GRAPHS)
+        assert got.tolist() == plain(model, prompt, max_new_tokens=20).tolist()
+    assert "operation not permitted when stream is capturing" in caplog.text
+
+
+def test_target_whose_modules_have_hooks_runs_eagerly(
+    made: list[CapturedRounds], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    model.model.layers[1].register_forward_hook(lambda *arguments: None)
+    prompt = random_prompt(model)
+    for _ in range(2):
+        got = speculate(model, prompt, max_new_tokens=12, microspec=GRAPHS, return_dict_in_generate=True)
+        assert got.sequences.tolist() == plain(model, prompt, max_new_tokens=12).tolist()
+        assert not got.stats[0].is_captured
+    assert caplog.text.count("LlamaDecoderLayer has forward hooks") == 1
+
+
 def test_where_rounds_are_captured() -> None:
     cpu, cuda, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     assert can_capture({cuda})

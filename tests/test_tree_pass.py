@@ -49,6 +49,15 @@ def test_what_would_run_on_the_original_is_refused() -> None:
         shadow(replaced)
 
 
+def test_model_that_was_asked_for_hidden_states_once_is_taken() -> None:
+    model = tiny_llama()
+    ids = torch.arange(5, 12)[None]
+    expected = model(ids, output_hidden_states=True).logits
+    twin = shadow(model)
+    assert torch.equal(twin(ids).logits, expected)
+    assert not any(module._forward_hooks for module in twin.modules())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_merged_layers(bias: bool) -> None:
     linears = [nn.Linear(6, size, bias=bias) for size in (8, 4, 2)]

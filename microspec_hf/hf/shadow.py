@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any, TypeVar
 
 from torch import nn
@@ -11,6 +12,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_PASSIVE = "transformers.utils.output_capturing"
+"""Its hooks stay on a model that was asked for hidden states once, and do nothing unless it is asked again."""
 
 
 def shadow(module: Module) -> Module:
@@ -31,12 +34,14 @@ def _copy(module: Any, made: dict[int, Any]) -> Any:
         name = type(module).__name__
         if "forward" in vars(module):
             raise ValueError(f"{name} has a forward of its own, as offloading and adapters give it")
-        if any(vars(module)[hooks] for hooks in _HOOKS):
+        if any(hook.__module__ != _PASSIVE for hooks in _HOOKS for hook in vars(module)[hooks].values()):
             raise ValueError(f"{name} has forward hooks")
         twin = made[id(module)] = object.__new__(type(module))
         vars(twin).update(vars(module))
         for table in _TABLES:
             vars(twin)[table] = copy.copy(vars(module)[table])
+        for hooks in _HOOKS:
+            vars(twin)[hooks] = OrderedDict()
         vars(twin)["_modules"] = {
             child: None if part is None else _copy(part, made) for child, part in module._modules.items()
         }
