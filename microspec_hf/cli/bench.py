@@ -62,11 +62,15 @@ def bench(
     console = open_console(json)
     where = options.default_device(device)
     chosen = select_prompts(read_prompts(prompts or PROMPTS), per_task=per_task)
-    static_ids = load_token_ids(static_list) if static_list else None
+    static_ids = load_token_ids(static_list) if static_list else ()
     pair = load_pair(model, drafter, "float32" if cost else dtype, where, console)
     target, head = _widened(pair, cost, deep, dtype, console) if cost else (pair.model, pair.drafter)
     ids = [pair.chat_inputs([user(prompt.turns[0])])["input_ids"] for prompt in chosen]
-    taking_part = _chosen_arms(measuring.bench_arms(head, static_ids), arms)
+    left_out = measuring.left_out(target.device, static_ids)
+    taking_part = _chosen_arms(measuring.bench_arms(head, static_ids), arms, left_out)
+    profiled = [arm for arm in taking_part if arm.name == measuring.OURS]
+    if profile is not None and not profiled:
+        raise ValueError(f"--profile shows a round of the arm {measuring.OURS}; add it to --arms.")
     with console.status("") as status:
         records = measuring.bench(
             target, head, taking_part, ids, max_new_tokens, repeats, slow_prompts, tell=status.update
@@ -74,8 +78,7 @@ def bench(
         status.update("Memory bandwidth")
         floors = _floors(target, head, records)
     if profile is not None:
-        arm = next(arm for arm in taking_part if arm.name == measuring.OURS)
-        found = measuring.profile_round(target, arm, ids[0])
+        found = measuring.profile_round(target, profiled[0], ids[0])
         profile.write_text(json_format.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(bench_table(records))
     record = {
@@ -83,6 +86,7 @@ def bench(
         "cost": cost,
         "label": f"{cost} cost, {pair.name} text" if cost else pair.name,
         "arms": records,
+        "left_out": left_out,
         **floors,
         "kernels": ops.status(target.device),
         "prompts": [prompt.id for prompt in chosen],
@@ -125,11 +129,16 @@ def _widened(
         return widen(model, pair.drafter, shape, getattr(torch, dtype))
 
 
-def _chosen_arms(arms: list[measuring.BenchArm], names: str | None) -> list[measuring.BenchArm]:
+def _chosen_arms(
+    arms: list[measuring.BenchArm], names: str | None, left_out: dict[str, str]
+) -> list[measuring.BenchArm]:
     known = [arm.name for arm in arms]
     wanted = known if names is None else names.split(",")
-    if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"There is no arm {', '.join(unknown)}; with these options there are {', '.join(known)}.")
+    for name in wanted:
+        if name in left_out:
+            raise ValueError(f"The arm {name} cannot take part: {left_out[name]}.")
+        if name not in known:
+            raise ValueError(f"There is no arm {name}; with these options there are {', '.join(known)}.")
     return [arm for arm in arms if arm.name in wanted]
 
 

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from microspec_hf.config import MicroSpecConfig, TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.engine import CudaCapture
 from microspec_hf.evaluation.decoding import GREEDY
+from microspec_hf.evaluation.lossless import first_difference
 from microspec_hf.hf import Target
 from microspec_hf.loop import Text
 from microspec_hf.sessions import Plan, Session, open_sessions
@@ -32,6 +33,8 @@ from microspec_hf.verification import TokenRule
 STOCK, STATIC, ENGINE, OURS = "plain-stock", "plain-static-compiled", "plain-engine", "microspec"
 SLOW = (STOCK, STATIC)
 """Arms that `slow_prompts` bounds."""
+STATIC_SIZES = {"fr-spec-32k": 32768, "fr-spec-16k": 16384}
+"""Arms of a fixed list, and its ids."""
 TREE = TreeConfig()
 STOCK_WARM_UP = 32
 """Tokens of an answer that warms up transformers' own decoding, which compiles nothing."""
@@ -60,20 +63,42 @@ class Run:
     seconds: float
     stats: SpeculationStats | None
 
+    @property
+    def passes(self) -> int:
+        """Target passes behind the prompt."""
+        return len(self.ids) - 1 if self.stats is None else self.stats.rounds + self.stats.plain_steps
 
-def bench_arms(head: EagleHead, static_ids: Sequence[int] | None = None) -> list[BenchArm]:
-    """All arms; those of a fixed list only where one is given, and only in sizes that it has."""
+    def decode_seconds(self, prefill: float) -> float:
+        """Seconds behind the first token, which `prefill` brought where nobody counted."""
+        return self.seconds - prefill if self.stats is None else self.stats.decode_seconds
+
+
+def left_out(device: torch.device, static_ids: Sequence[int] = ()) -> dict[str, str]:
+    """Arms that cannot take part with these options, and why."""
+    reasons = {
+        name: f"it needs a static list of {size:,} ids, got {len(static_ids):,}"
+        for name, size in STATIC_SIZES.items()
+        if len(static_ids) < size
+    }
+    if device.type == "cpu":
+        reasons[STATIC] = "transformers compiles its static decoding on accelerators only"
+    return reasons
+
+
+def bench_arms(head: EagleHead, static_ids: Sequence[int] = ()) -> list[BenchArm]:
+    """All arms but those that are `left_out`."""
 
     def tree_arm(name: str, vocabulary: VocabularyConfig) -> BenchArm:
         config = MicroSpecConfig(tree=TREE, vocabulary=vocabulary, fallback=False)
         return BenchArm(name, {"custom_generate": "microspec", "drafter": head, "microspec": config}, config)
 
+    missing = left_out(head.device, static_ids)
     static = [
-        tree_arm(f"fr-spec-{size // 1024}k", VocabularyConfig("static", tuple(static_ids or ()), size))
-        for size in (32768, 16384)
-        if len(static_ids or ()) >= size
+        tree_arm(name, VocabularyConfig("static", tuple(static_ids), size))
+        for name, size in STATIC_SIZES.items()
+        if name not in missing
     ]
-    return [
+    arms = [
         BenchArm(STOCK),
         BenchArm(STATIC, {"cache_implementation": "static"}),
         BenchArm(ENGINE, {"custom_generate": "microspec"}),
@@ -82,6 +107,7 @@ def bench_arms(head: EagleHead, static_ids: Sequence[int] | None = None) -> list
         tree_arm("microspec-same-stream", VocabularyConfig(overlap=False)),
         tree_arm(OURS, VocabularyConfig()),
     ]
+    return [arm for arm in arms if arm.name not in missing]
 
 
 def run_arm(model: Any, arm: BenchArm, ids: Tensor, max_new_tokens: int) -> Run:
@@ -145,12 +171,16 @@ def bench(
     records = []
     for arm in arms:
         tell(f"{arm.name}: parts of a round")
-        parts = round_parts(model, head, arm)
+        parts = round_parts(model, head, arm, prompts[0])
         records.append(record_of(arm, runs[arm.name], startup[arm.name], prefill[arm.name], parts))
-    plain = {arm: [run.ids for run in runs[arm][0]] for arm in (STOCK, ENGINE) if runs.get(arm)}
+    tell("Where texts part")
+    texts = {name: [run.ids for run in repeats[0]] for name, repeats in runs.items()}
     for record in records:
-        texts = [run.ids for run in runs[record["arm"]][0]]
-        record["same_text_as"] = {name: same_texts(texts, others) for name, others in plain.items()}
+        record["same_text_as"] = {
+            name: same_texts(model, prompts, texts[name], texts[record["arm"]])
+            for name in (STOCK, ENGINE)
+            if name in texts
+        }
     return records
 
 
@@ -158,29 +188,26 @@ def record_of(
     arm: BenchArm, repeats: Sequence[Sequence[Run]], startup: float, prefill: float, parts: dict[str, float]
 ) -> dict[str, Any]:
     """What is written of an arm: medians over repeats, with the lowest and highest."""
-    rates = [sum(len(run.ids) for run in runs) / sum(run.seconds for run in runs) for runs in repeats]
     everything = [run for runs in repeats for run in runs]
     counted = [run.stats for run in everything if run.stats is not None]
-    if counted:
-        passes = sum(stats.rounds + stats.plain_steps for stats in counted)
-        decoding = sum(stats.decode_seconds for stats in counted)
-        later_tokens = sum(len(run.ids) - 1 for run in everything)
-    else:
-        passes = later_tokens = sum(len(run.ids) - 1 for run in everything)
-        decoding = sum(run.seconds - prefill for run in everything)
     emitted = [n for stats in counted for n in stats.emitted]
-    round_ms = 1e3 * decoding / passes
-    rounds = max(1, len(emitted))
+    seconds = [sum(run.decode_seconds(prefill) for run in runs) for runs in repeats]
+    measured = {
+        "tokens_per_second": [sum(len(run.ids) for run in runs) / sum(run.seconds for run in runs) for runs in repeats],
+        "decode_tokens_per_second": [
+            sum(len(run.ids) - 1 for run in runs) / time for runs, time in zip(repeats, seconds, strict=True)
+        ],
+        "round_ms": [1e3 * time / sum(run.passes for run in runs) for runs, time in zip(repeats, seconds, strict=True)],
+    }
+    figures = {name: statistics.median(values) for name, values in measured.items()}
     return {
         "arm": arm.name,
-        "tokens_per_second": statistics.median(rates),
-        "tokens_per_second_range": [min(rates), max(rates)],
-        "decode_tokens_per_second": later_tokens / decoding,
-        "acceptance_length": sum(emitted) / rounds if emitted else 1.0,
-        "round_ms": round_ms,
+        **figures,
+        **{f"{name}_range": [min(values), max(values)] for name, values in measured.items()},
+        "acceptance_length": sum(emitted) / len(emitted) if emitted else 1.0,
         **dict.fromkeys(("draft_ms", "verify_ms", "rest_ms", "device_ms")),
         **parts,
-        "host_gap_ms": max(0.0, round_ms - parts["device_ms"]) if parts else None,
+        "host_gap_ms": figures["round_ms"] - parts["device_ms"] if parts else None,
         "coverage": statistics.mean(stats.coverage for stats in counted) if emitted else None,
         "mean_active_vocabulary": statistics.mean(s.mean_active_vocabulary for s in counted) if emitted else None,
         "is_captured": all(stats.is_captured for stats in counted) if counted else None,
@@ -190,33 +217,44 @@ def record_of(
     }
 
 
-def same_texts(texts: Sequence[list[int]], others: Sequence[list[int]]) -> dict[str, Any]:
-    """How many texts are equal, of those that both have, and where the others part."""
-    pairs = list(zip(texts, others, strict=False))
-    differences = [
-        next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-        for text, other in pairs
-        if text != other
-    ]
-    return {"equal": len(pairs) - len(differences), "of": len(pairs), "first_differences": differences}
+def same_texts(
+    model: PreTrainedModel, prompts: Sequence[Tensor], plain: Sequence[list[int]], texts: Sequence[list[int]]
+) -> dict[str, Any]:
+    """How many texts are equal, of those that both have, and each place where two part, see `Difference`."""
+    pairs = list(zip(prompts, plain, texts, strict=False))
+    found = [first_difference(model, ids, theirs, ours) for ids, theirs, ours in pairs]
+    differences = {index: difference for index, difference in enumerate(found) if difference is not None}
+    return {
+        "equal": len(pairs) - len(differences),
+        "of": len(pairs),
+        "near_ties": sum(difference.is_near_tie for difference in differences.values()),
+        "differences": [{"prompt": index} | asdict(difference) for index, difference in differences.items()],
+    }
 
 
-def round_parts(model: PreTrainedModel, head: EagleHead, arm: BenchArm) -> dict[str, float]:
-    """Milliseconds of one round of the arm's latest text: `draft_ms`, `verify_ms`, `rest_ms`, `device_ms`.
+def round_parts(model: PreTrainedModel, head: EagleHead, arm: BenchArm, prompt: Tensor) -> dict[str, float]:
+    """Milliseconds of one round: `draft_ms`, `verify_ms`, `rest_ms`, `device_ms`; empty for arms that are not ours.
 
-    Empty for arms that are not ours.
+    The round is of the arm's latest text where its session is kept, else of one that begins with the prompt. The rest
+    is what remains of the whole; work beside the drafter's, on the side stream, can make it smaller than its kernels.
     """
     if "custom_generate" not in arm.arguments:
         return {}
     target = Target(model)
-    with open_sessions(target, _plan(target, head, arm)) as [session], torch.no_grad():
-        if not session.state.ids.shape[0]:  # an eager session is a new one, of no text
-            return {}
+    plan = _plan(target, head, arm)
+    drafts = plan.head is not None
+    with open_sessions(target, plan) as [session], torch.no_grad():
         text = Text(session.drafter, TokenRule(LogitsProcessorList(), do_sample=False), session.state)
-        session.cache.length = session.state.num_cached
-        session.drafter.commit(session.state.num_cached, 1)
+        if session.state.ids.shape[0]:
+            session.cache.length = session.state.num_cached
+            session.drafter.commit(session.state.num_cached, 1)
+        else:
+            ids = prompt[0].to(target.device)
+            loop.prefill(session.target, text, ids, session.cache, plan.config.prefill_chunk, loop.NOTHING)
+            loop.step(session.target, [text], session.cache, draft=drafts)
+            session.drafter.reserve(0)
+            session.cache.reserve(session.cache.length + session.drafter.tree.num_nodes)
         keep = _kept(session)
-        drafts = arm.config is not None
         tree = loop._draft(text, drafts, None)
 
         def verify() -> Tensor:
@@ -231,7 +269,7 @@ def round_parts(model: PreTrainedModel, head: EagleHead, arm: BenchArm) -> dict[
     return {
         "draft_ms": draft_ms,
         "verify_ms": verify_ms,
-        "rest_ms": max(0.0, device_ms - draft_ms - verify_ms),
+        "rest_ms": device_ms - draft_ms - verify_ms,
         "device_ms": device_ms,
     }
 

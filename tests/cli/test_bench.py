@@ -38,11 +38,21 @@ def test_bench(arguments: list[str], tmp_path: Path) -> None:
         assert arm["arm"] in result.output
         assert arm["floor_ms"] > 0
     assert record["provenance"]["arguments"]["max_new_tokens"] == 6
+    assert set(record["left_out"]) == {"fr-spec-32k", "fr-spec-16k", "plain-static-compiled"}
     assert str(tmp_path) not in json.dumps(record)
     assert json.loads(files[1].read_text())["kernels"] == []  # there is no GPU whose kernels could be listed
 
 
-def test_unknown_arm_is_refused(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, [*arguments, "microspec,warp"])
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (["microspec,warp"], "no arm warp"),
+        (["microspec,fr-spec-32k"], "a static list of 32,768 ids, got 0"),
+        (["microspec,plain-static-compiled"], "on accelerators only"),
+        (["plain-stock", "--profile", "round.json"], "add it to --arms"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], rest: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, [*arguments, *rest])
     assert result.exit_code == 2
-    assert "no arm warp" in " ".join(result.stderr.split())
+    assert said in " ".join(result.stderr.split())

@@ -26,7 +26,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 def test_arms_run_and_give_one_text(pair: tuple[Any, Any]) -> None:
     model, head = pair
-    arms = [arm for arm in bench.bench_arms(head) if arm.name != bench.STATIC]  # compiles for a minute on a CPU
+    arms = bench.bench_arms(head)
     prompts = [random_prompt(model, 7, seed) for seed in (1, 2)]
     told: list[str] = []
     records = bench.bench(model, head, arms, prompts, 12, repeats=2, slow_prompts=1, tell=told.append)
@@ -39,8 +39,14 @@ def test_arms_run_and_give_one_text(pair: tuple[Any, Any]) -> None:
         assert record["tokens_per_second_range"][0] <= record["tokens_per_second"]
         assert record["tokens_per_second"] <= record["tokens_per_second_range"][1]
         assert record["round_ms"] > 0
+        ours = record["arm"] not in bench.SLOW
+        assert (record["device_ms"] is not None) == ours
+        if ours:  # timed with a clock, as nothing is captured
+            assert record["device_ms"] > record["verify_ms"] > 0
+            assert record["host_gap_ms"] == record["round_ms"] - record["device_ms"]
     by_name = {record["arm"]: record for record in records}
     assert by_name["microspec"]["acceptance_length"] > 1
+    assert by_name["microspec"]["draft_ms"] > by_name["plain-engine"]["draft_ms"] == 0
     assert by_name["plain-engine"]["acceptance_length"] == 1
     assert by_name["microspec"]["mean_active_vocabulary"] < by_name["eagle-2"]["mean_active_vocabulary"]
     order = [text.split(":")[0] for text in told if ": repeat" in text]
@@ -65,11 +71,15 @@ def test_a_round_is_taken_apart(pair: tuple[Any, Any], monkeypatch: pytest.Monke
         assert record["same_text_as"][bench.ENGINE]["equal"] == 1
 
 
-def test_static_arms_need_a_list_that_is_long_enough(pair: tuple[Any, Any]) -> None:
-    names = [arm.name for arm in bench.bench_arms(pair[1], range(20000))]
+def test_arms_that_cannot_take_part_are_left_out_with_a_reason(pair: tuple[Any, Any]) -> None:
+    head = pair[1]
+    reasons = bench.left_out(head.device, range(20000))
+    assert set(reasons) == {"fr-spec-32k", bench.STATIC}
+    assert "32,768 ids, got 20,000" in reasons["fr-spec-32k"]
+    names = {arm.name for arm in bench.bench_arms(head, range(20000))}
     assert "fr-spec-16k" in names
-    assert "fr-spec-32k" not in names
-    assert not any(name.startswith("fr-spec") for name in (arm.name for arm in bench.bench_arms(pair[1])))
+    assert not names & set(reasons)
+    assert not bench.left_out(torch.device("cuda"), range(40000))
 
 
 def test_record() -> None:
@@ -82,7 +92,10 @@ def test_record() -> None:
     record = bench.record_of(BenchArm("x"), repeats, startup=3.0, prefill=0.0, parts=parts)
     assert record["tokens_per_second"] == 5.5
     assert record["tokens_per_second_range"] == [2.75, 11.0]
-    assert record["round_ms"] == pytest.approx(1e3 * 3.5 / 6)
+    assert record["round_ms"] == pytest.approx(500)
+    assert record["round_ms_range"] == pytest.approx([250, 1000])
+    assert record["decode_tokens_per_second"] == pytest.approx(10)
+    assert record["decode_tokens_per_second_range"] == pytest.approx([5, 20])
     assert record["acceptance_length"] == 5
     assert record["host_gap_ms"] == pytest.approx(record["round_ms"] - 3.5)
     plain_record = bench.record_of(BenchArm("y"), [[Run([1] * 11, 1.2, None)]], 0.0, prefill=0.2, parts={})
@@ -90,8 +103,17 @@ def test_record() -> None:
     assert plain_record["host_gap_ms"] is None
 
 
-def test_same_texts() -> None:
-    assert bench.same_texts([[1, 2], [3], [4]], [[1, 2], [3, 5]]) == {"equal": 1, "of": 2, "first_differences": [1]}
+def test_same_texts(pair: tuple[Any, Any]) -> None:
+    model, _ = pair
+    prompts = [random_prompt(model, 7, seed) for seed in range(3)]
+    texts = [plain(model, ids, max_new_tokens=4)[0, 7:].tolist() for ids in prompts]
+    wrong = [*texts[1][:2], (texts[1][2] + 1) % model.config.vocab_size, texts[1][3]]
+    found = bench.same_texts(model, prompts, texts, [texts[0], wrong])
+    assert (found["equal"], found["of"], found["near_ties"]) == (1, 2, 0)
+    (difference,) = found["differences"]
+    assert (difference["prompt"], difference["position"]) == (1, 2)
+    assert (difference["plain"], difference["microspec"]) == (texts[1][2], wrong[2])
+    assert difference["logit_gap"] > difference["tolerance"]
 
 
 def test_round_of_a_profile() -> None:
