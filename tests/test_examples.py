@@ -167,6 +167,27 @@ def test_tables_show_the_figures_of_the_files(readme_tables: ModuleType, tmp_pat
     assert "| `full` | 644 | 643 | 1 | 0 |" in readme_tables.results_block(tmp_path).splitlines()
 
 
+def test_bench_tables_show_the_figures_of_the_files(readme_tables: ModuleType, tmp_path: Path) -> None:
+    plain = {"arm": "plain-stock", "tokens_per_second": 40.0, "decode_tokens_per_second": 50.0}
+    plain |= {"acceptance_length": 1.0, "round_ms": 20.0, "share_of_floor": 0.2, "prompts": 1}
+    ours = {"arm": "microspec", "tokens_per_second": 400.0, "decode_tokens_per_second": 450.0}
+    ours |= {"acceptance_length": 3.636, "round_ms": 8.08, "share_of_floor": 0.5, "prompts": 7, "floor_ms": 4.0}
+    ours |= {"draft_ms": 1.5, "verify_ms": 5.0, "rest_ms": 1.25, "host_gap_ms": 0.33}
+    arguments = {"dtype": "bfloat16", "max_new_tokens": 256, "repeats": 2}
+    provenance = {"arguments": arguments, "device": "A GPU"}
+    bench = {"label": "a pair", "arms": [plain, ours], "target_bytes": 12e9, "bandwidth": 4e12}
+    (tmp_path / "bench_llama-3-8b.json").write_text(json.dumps(bench | {"provenance": provenance}))
+    kernels = [{"kernel": "gemm", "calls": 32, "us": 2000.0, "share": 0.8}]
+    (tmp_path / "round_llama-3-8b.json").write_text(json.dumps({"kernels": kernels, "launches": 500}))
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    lines = readme_tables.render_engine(page, tmp_path).splitlines()
+    assert "| `plain-stock` | 40 | 50 | 1.00x | 1.00 | 20.00 |  |  |  |  | 20% | 1 |" in lines
+    assert "| `microspec` | 400 | 450 | 9.00x | 3.64 | 8.08 | 1.50 | 5.00 | 1.25 | 0.33 | 50% | 7 |" in lines
+    assert any("| x plain-stock |" in line for line in lines)
+    assert "| target pass | 5.00 | 3.00 | 2.00 |" in lines
+    assert "| `gemm` | 32 | 2000 | 80.0% |" in lines
+
+
 def test_readme_without_its_markers_is_refused(readme_tables: ModuleType) -> None:
     with pytest.raises(ValueError, match="results:begin"):
         readme_tables.render("# no markers\n")
