@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 
 from microspec_hf.evaluation.acceptance import OVERALL
+from microspec_hf.evaluation.arms import sized_method
 from microspec_hf.evaluation.results import FULL, Results, arm_figures, main_table
 
 STATIC_SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-
-_SIZED = re.compile(r"(fr-spec|vocabtrim|vocabtrim-drafter|coral|dynaspec)-(\d+)(k?)$")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -129,9 +127,9 @@ def sensitivity(results: Results) -> list[dict[str, Any]]:
             option, _, value = options[0].partition("=")
             values = varied.setdefault((base, option), {_own_value(results.origin["arms"][base], option): base})
             values[int(value) if value.isdigit() else value] = arm
-        elif not options and (match := _SIZED.match(base)):
-            size = int(match[2]) * (1024 if match[3] else 1)
-            varied.setdefault((match[1], "size"), {})[size] = arm
+        elif not options and (sized := sized_method(base)):
+            method, size = sized
+            varied.setdefault((method, "size"), {})[size] = arm
     return [
         {"base": base, "option": option, "value": value, "arm": arm} | {name: overall[arm][name] for name in shown}
         for (base, option), values in varied.items()

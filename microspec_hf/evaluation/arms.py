@@ -191,13 +191,18 @@ def _vocabulary(
 def _method(name: str, base: str) -> tuple[str, int | None]:
     if base in ("eagle2", "microspec"):
         return base, None
-    match = re.fullmatch(r"(fr-spec|vocabtrim|vocabtrim-drafter|coral|dynaspec)-(\d+)(k?)", base)
-    if match is None or int(match[2]) == 0:
+    if (sized := sized_method(base)) is None or sized[1] == 0:
         raise ValueError(
             f"There is no arm {name!r}. Arms are plain, plain-static, eagle2, fr-spec-SIZE, vocabtrim-SIZE, "
             "vocabtrim-drafter-SIZE, coral-SIZE, dynaspec-SIZE and microspec, with a SIZE such as 512 or 16k."
         )
-    return match[1], int(match[2]) * (1024 if match[3] else 1)
+    return sized
+
+
+def sized_method(base: str) -> tuple[str, int] | None:
+    """The method and size that a name such as `fr-spec-16k` says; None: it says none."""
+    match = re.fullmatch(r"(fr-spec|vocabtrim|vocabtrim-drafter|coral|dynaspec)-(\d+)(k?)", base)
+    return None if match is None else (match[1], int(match[2]) * (1024 if match[3] else 1))
 
 
 def _options(name: str, options: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

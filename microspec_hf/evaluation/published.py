@@ -46,6 +46,9 @@ PUBLISHED = (
     Published("fr-spec-8k", 3.13, 185.98, 3.89, FR_SPEC),
 )
 
+TABLE_1 = {row.arm: row for row in PUBLISHED if row.source == MICROSPEC}
+"""MicroSpec's own table, by arm."""
+
 NOTES = (
     "CORAL's and DynaSpec's rows in MicroSpec's table are figures that its authors took over or computed; CORAL's "
     "drafter was trained otherwise, which is why its acceptance length is above the whole head's.",

@@ -10,6 +10,7 @@ from typing import Any
 
 from microspec_hf.evaluation.acceptance import OVERALL
 from microspec_hf.evaluation.answers import turn_stats
+from microspec_hf.evaluation.arms import Arm
 from microspec_hf.evaluation.metrics import summarize
 from microspec_hf.evaluation.runner import PROVENANCE
 
@@ -61,7 +62,7 @@ def read_results(folder: str | Path) -> Results:
         raise ValueError(f"{file} was not written by examples/evaluate.py: it names no arms.")
     records = {}
     for arm in origin["arms"]:
-        path = folder / (arm.replace(":", "+") + ".jsonl")
+        path = folder / Arm(arm).file_name
         if not path.is_file():
             raise FileNotFoundError(f"{folder} lacks {path.name}, the answers of the arm {arm}.")
         records[arm] = [

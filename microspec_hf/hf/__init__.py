@@ -4,7 +4,7 @@ A target is a plain `PreTrainedModel`. `Target` runs its decoder over explicit p
 computes its logits with the model's own head.
 """
 
-from microspec_hf.hf.cache import TreeCache, TreeCacheLayer, cache_argument, cache_field, export_cache, import_cache
+from microspec_hf.hf.cache import TreeCache, cache_argument, cache_field, export_cache, import_cache
 from microspec_hf.hf.check import check_tree_pass
 from microspec_hf.hf.head import TargetHead
 from microspec_hf.hf.requests import caller_cache, processors_of_row, refuse_processors_of_batch, refuse_request
@@ -18,7 +18,6 @@ __all__ = [
     "Target",
     "TargetHead",
     "TreeCache",
-    "TreeCacheLayer",
     "TreePass",
     "additive_mask",
     "bit_words",
