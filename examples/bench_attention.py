@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_kernels import copy_bandwidth, launch_microseconds, microseconds
+from bench_kernels import DEVICE, launch_microseconds, microseconds
 from torch import Tensor
 
 from microspec_hf.evaluation import provenance
+from microspec_hf.evaluation.bench import memory_bandwidth
 from microspec_hf.hf import Sight, additive_mask
 from microspec_hf.ops import triton_attention
 from microspec_hf.ops.triton_attention import Tiles
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--sweep", action="store_true", help="also try other tiles for trees at two lengths")
     arguments = parser.parse_args()
-    bandwidth, launch = copy_bandwidth(), launch_microseconds()
+    bandwidth, launch = memory_bandwidth(DEVICE), launch_microseconds()
     torch.cuda.empty_cache()
     rows = []
     for name, shape in SHAPES.items():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from microspec_hf import ops
 from microspec_hf.evaluation import provenance
+from microspec_hf.evaluation.bench import memory_bandwidth
 from microspec_hf.ops import loading, reference
 from microspec_hf.streams import SideStream
 
@@ -192,14 +193,6 @@ def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 60, repeat: 
     return statistics.median(times[5:])
 
 
-def copy_bandwidth() -> float:
-    """Bytes read plus written per second of a large copy by a kernel; `copy_` would use the slower copy engine."""
-    source = torch.rand(1 << 30, device=DEVICE)
-    target = torch.empty_like(source)
-    seconds = microseconds([lambda: torch.neg(source, out=target)], replays=10) / 1e6
-    return 2 * source.numel() * source.itemsize / seconds
-
-
 def launch_microseconds() -> float:
     """One of a series of launches in a graph that have next to nothing to do."""
     value = torch.zeros(1, device=DEVICE)
@@ -221,7 +214,7 @@ def time_case(case: Case, bandwidth: float, launch_us: float) -> Timing:
     return Timing(
         case.op,
         case.size,
-        service.source,
+        _without_folder(service.source),
         kernel_us,
         pytorch_us,
         max(launch_us, case.num_bytes / bandwidth * 1e6),
@@ -340,7 +333,7 @@ def main() -> None:
     if not arguments.tested:
         run_tests(arguments.kernels)
     ops.load("cuda", None if arguments.kernels is None else str(arguments.kernels))
-    bandwidth, launch_us = copy_bandwidth(), launch_microseconds()
+    bandwidth, launch_us = memory_bandwidth(DEVICE), launch_microseconds()
     torch.cuda.empty_cache()
     record = {
         "provenance": about(bandwidth, launch_us),

@@ -59,12 +59,12 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         self.num_pending = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._first_row = torch.zeros_like(self.num_rows)
         # One more level than there are passes: the last beam is not expanded.
-        self._own_bits = bit_words((tree.depth + 1) * tree.top_k, self.device)[:, : num_words(tree)]
+        self._own_bits = bit_words((tree.depth + 1) * tree.top_k, self.device)[:, : _num_words(tree)]
         self._chain = chain_words(tree.num_path_slots, self.device)
         self._columns = torch.arange((tree.depth + 1) * tree.top_k, device=self.device)
         self._levels = self._columns // tree.top_k
         self._root_row = torch.zeros(tree.top_k, dtype=torch.int64, device=self.device)
-        self._nowhere = torch.zeros(1, num_words(tree) * WORD, dtype=torch.int64, device=self.device)
+        self._nowhere = torch.zeros(1, _num_words(tree) * WORD, dtype=torch.int64, device=self.device)
         self._path_columns = torch.arange(tree.num_path_slots, device=self.device)
         self._candidates = (
             torch.zeros(tree.num_candidates, device=self.device),
@@ -115,6 +115,10 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
     def can_be_captured(self, drafts: bool) -> bool:
         """Whether a round that drafts, or does not, depends on nothing that the host keeps: what `hold` does."""
         return drafts and not self._held
+
+    def restart(self, num_rows: int) -> None:
+        """Begin another text, with room for so many rows."""
+        self.cache.restart(num_rows)
 
     def reserve(self, slack: int) -> None:
         """Make room for the rows of a draft, and for `slack` rows that the host does not know of yet."""
@@ -279,7 +283,7 @@ class DraftStep(nn.Module):
         return self.head(embeddings[None], rows[None], positions[None], mask, cache)[0]  # type: ignore[no-any-return]
 
 
-def num_words(tree: TreeConfig) -> int:
+def _num_words(tree: TreeConfig) -> int:
     """Words that name the rows of a draft, see `hf.Sight`."""
     return max(1, -(-tree.depth * tree.top_k // WORD))
 

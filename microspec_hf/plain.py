@@ -30,7 +30,7 @@ class NoVocabulary:
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
         """Nothing to learn."""
 
-    def statistics(self) -> VocabularyStatistics:
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
         return VocabularyStatistics()
 
 
@@ -57,6 +57,9 @@ class NoDrafter:
 
     def expect(self, hidden: Tensor, next_tokens: Tensor, count: Tensor) -> None:
         """Features are not read."""
+
+    def restart(self, num_rows: int) -> None:
+        """Nothing is kept."""
 
     def reserve(self, slack: int) -> None:
         """Nothing is kept."""

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 8
 """Kinds of calls (drafter, vocabulary, tree, stop ids) that are kept ready for each target."""
-FIRST_ROWS = 1024
-"""Rows of the smallest cache; larger ones are powers of two, so that few lengths are captured."""
 AHEAD_ROWS = 4096
 """Rows that are reserved behind a prompt at most; a longer text makes room as it grows."""
 
@@ -132,51 +130,69 @@ class Engine:
     def __init__(self, target: Target, compile_layers: bool):
         self.lock = threading.Lock()
         self.compile_layers = compile_layers
-        self._passes = [TreePass(target.decoder, target.windows, "layers" if compile_layers else "nothing")]
+        self._pass = TreePass(target.decoder, target.windows, "layers" if compile_layers else "nothing")
         self.target = copy.copy(target)
         self.target.model = cast(PreTrainedModel, weakref.proxy(target.model))  # an engine lives as long as its model
-        self.target.tree_pass = self._passes[0]
+        self.target.tree_pass = self._pass
         check_tree_pass(self.target)
-        self._passes[0].merge()
+        self._pass.merge()
         self.weights = _state(target.model)
         self.cache = self.target.new_cache(is_fixed=True)
-        self._heads: dict[int, tuple[EagleHead, TreePass]] = {}  # with the head, so that its id stays its own
-        self._sessions: OrderedDict[Hashable, Session] = OrderedDict()
+        self._heads: OrderedDict[int, _Head] = OrderedDict()  # by id, which stays theirs while they are kept
+        self._sessions: OrderedDict[tuple[Hashable, int], Session] = OrderedDict()
 
     def session(self, plan: Plan) -> Session:
         """The session of an earlier call of this kind, or a new one, with room for the text."""
-        head_pass = self._head_pass(plan.head)
-        key = plan.key, None if plan.head is None else _state(plan.head)
+        tree_pass = self._pass_of(plan.head)
+        key = plan.key, id(tree_pass)
         if key not in self._sessions:
-            drafter, state = plan.drafter(self.target, head_pass), GenerationState.empty(self.target.device)
+            drafter, state = plan.drafter(self.target, tree_pass), GenerationState.empty(self.target.device)
             self._sessions[key] = Session(self.target, drafter, self.cache, state, CapturedRounds())
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
         self._sessions.move_to_end(key)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
         session = self._sessions[key]
-        for cache in (self.cache, getattr(session.drafter, "cache", None)):
-            if cache is not None:
-                cache.length = 0
-                if plan.length > cache.capacity:
-                    cache.grow(max(FIRST_ROWS, 1 << (plan.length - 1).bit_length()))
+        self.cache.restart(plan.length)
+        session.drafter.restart(plan.length)
         return session
 
     def release(self) -> None:
         """Undo what was done to the models."""
         self._sessions.clear()
-        for tree_pass in self._passes:
+        for tree_pass in (self._pass, *(kept.tree_pass for kept in self._heads.values())):
             tree_pass.release()
+        self._heads.clear()
 
-    def _head_pass(self, head: EagleHead | None) -> TreePass | None:
+    def _pass_of(self, head: EagleHead | None) -> TreePass | None:
+        """The pass over a head as it is now. The oldest go, with their sessions, when there are many."""
         if head is None:
             return None
-        if id(head) not in self._heads:
+        kept = self._heads.pop(id(head), None)
+        if kept is None or kept.weights != _state(head):
+            if kept is not None:
+                self._drop(kept.tree_pass)
             step = DraftStep(self.target.embeddings, head)
             tree_pass = TreePass(step, {"all": None}, "all" if self.compile_layers else "nothing")
             tree_pass.merge()
-            self._passes.append(tree_pass)
-            self._heads[id(head)] = head, tree_pass
-        return self._heads[id(head)][1]
+            kept = _Head(head, _state(head), tree_pass)
+        self._heads[id(head)] = kept
+        if len(self._heads) > MAX_SESSIONS:
+            self._drop(self._heads.popitem(last=False)[1].tree_pass)
+        return kept.tree_pass
+
+    def _drop(self, tree_pass: TreePass) -> None:
+        tree_pass.release()
+        for key in [key for key in self._sessions if key[1] == id(tree_pass)]:
+            del self._sessions[key]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A drafter's head, the state of its weights, and the pass that was made of them."""
+
+    head: EagleHead
+    weights: Hashable
+    tree_pass: TreePass
 
 
 _engines: WeakKeyDictionary[PreTrainedModel, Engine] = WeakKeyDictionary()
@@ -195,7 +211,7 @@ def _engine(target: Target, plan: Plan) -> Engine | None:
         if kept is not None and (kept.weights, kept.compile_layers) != (_state(model), wanted != "graphs"):
             release(model)
             kept = None
-        if _refused.get(model) == _state(model):
+        if _refused.get(model) == (_state(model), wanted):
             return None  # it has been said why
         if reason := _obstacle(target, plan):
             logger.info("Rounds of %s run eagerly: %s.", type(model).__name__, reason)
@@ -205,7 +221,7 @@ def _engine(target: Target, plan: Plan) -> Engine | None:
                 kept = _engines[model] = Engine(target, compile_layers=wanted != "graphs")
             except ValueError as error:
                 logger.warning("Rounds of %s run eagerly: %s", type(model).__name__, error)
-                _refused[model] = _state(model)
+                _refused[model] = _state(model), wanted
                 return None
         if not kept.lock.acquire(blocking=False):
             logger.info("Rounds of %s run eagerly: another thread uses its captured ones.", type(model).__name__)

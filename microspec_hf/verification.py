@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ class TokenRule:
     def is_plain_greedy(self) -> bool:
         return not self.do_sample and not self.processors
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
-        """Equal for rules that choose alike; one of its own where that cannot be told."""
+        """Equal for rules that choose alike; one of its own where that cannot be told. Made once: it may wait."""
         return self.do_sample, tuple(_fingerprint(processor) for processor in self.processors)
 
     @property

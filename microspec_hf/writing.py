@@ -90,9 +90,9 @@ class Progress:
         """Whether the text goes on behind the round that is on its way, as far as its length tells."""
         return self.stops.max_length - self.length > self.text.drafter.tree.num_path_slots
 
-    def finish(self) -> None:
-        """Read the counters; the text is not written on."""
-        seen = self.text.drafter.vocabulary.statistics()
+    def finish(self, drops_round: bool) -> None:
+        """Read the counters; the text is not written on, and a round behind its end was perhaps begun in vain."""
+        seen = self.text.drafter.vocabulary.statistics(drops_round)
         self.stats.new_tokens = self.length - self.text.state.prompt_length
         self.stats.coverage, self.stats.mean_active_vocabulary = seen.coverage, seen.mean_active
         self.stats.rows_gathered, self.stats.evicted = seen.rows_gathered, seen.evicted
@@ -151,7 +151,7 @@ def write(
             joint.keep([row for row, goes in enumerate(going) if goes])
         active = [progress for progress, goes in zip(active, going, strict=True) if goes]
     for progress in everyone:
-        progress.finish()
+        progress.finish(drops_round=bool(begun))
         progress.stats.switches = [asdict(switch) for switch in pace.switches]
         progress.stats.is_captured = rounds.run_ahead
         progress.stats.prefill_seconds = prefilled - started

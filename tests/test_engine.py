@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import microspec_hf
-from microspec_hf import ops, sessions
+from microspec_hf import ops, sessions, verification
 from microspec_hf.engine import CapturedRounds, can_capture
 from tests.capture import capture
 from tests.doubles import controlled_pair, plain, random_head, random_prompt, speculate
@@ -122,6 +122,49 @@ def test_end_of_text_drops_the_round_that_was_begun(made: list[CapturedRounds]) 
         got = speculate(model, prompt, microspec=GRAPHS, return_dict_in_generate=True, **arguments)
         wanted = plain(model, prompt, return_dict_in_generate=True, **arguments)
         assert got.sequences.tolist() == wanted.sequences.tolist()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "full"])
+def test_dropped_round_is_not_counted(kind: str, made: list[CapturedRounds]) -> None:
+    model, head = controlled_pair(scale=0.05)
+    prompt = random_prompt(model, 9)
+    text = plain(model, prompt, max_new_tokens=40)[0, 9:].tolist()
+    captured, eager = both(
+        model,
+        prompt,
+        drafter=head,
+        max_new_tokens=200,
+        eos_token_id=text[-1],
+        microspec={"engine": "graphs", "vocabulary": kind},
+    )
+    ours, theirs = captured.stats[0], eager.stats[0]
+    assert ours.emitted == theirs.emitted
+    assert (ours.coverage, ours.mean_active_vocabulary) == (theirs.coverage, theirs.mean_active_vocabulary)
+    assert ours.evicted == theirs.evicted
+
+
+def test_a_rule_is_read_once_a_call(made: list[CapturedRounds], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors lie on the device: reading them in every round would make each round wait."""
+    read: list[Any] = []
+    fingerprint = verification._fingerprint
+    monkeypatch.setattr(verification, "_fingerprint", lambda processor: (read.append(1), fingerprint(processor))[1])
+    model = tiny_llama()
+    speculate(model, random_prompt(model), max_new_tokens=30, suppress_tokens=[3, 5], microspec=GRAPHS)
+    assert made[0].num_replays > 3
+    assert len(read) == 1
+
+
+def test_drafters_are_kept_in_bounds(made: list[CapturedRounds], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    model = tiny_llama()
+    prompt, heads = random_prompt(model), [random_head(model, seed) for seed in range(4)]
+    wanted = plain(model, prompt, max_new_tokens=9).tolist()
+    for head in heads:
+        assert speculate(model, prompt, drafter=head, max_new_tokens=9, microspec=GRAPHS).tolist() == wanted
+    kept = sessions._engines[model]
+    assert len(kept._heads) == len(kept._sessions) == 2
+    first = [weight.untyped_storage().data_ptr() for weight in heads[0].parameters()]
+    assert len(set(first)) == len(first)  # its layers have memory of their own again
 
 
 def test_history_free_sampling_is_captured(made: list[CapturedRounds]) -> None:

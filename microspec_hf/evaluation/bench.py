@@ -22,7 +22,7 @@ from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
 from microspec_hf.engine import CudaCapture
-from microspec_hf.evaluation.decoding import GREEDY
+from microspec_hf.evaluation.decoding import generate_greedily
 from microspec_hf.evaluation.lossless import first_difference
 from microspec_hf.hf import Target
 from microspec_hf.loop import Text
@@ -112,10 +112,8 @@ def bench_arms(head: EagleHead, static_ids: Sequence[int] = ()) -> list[BenchArm
 
 def run_arm(model: Any, arm: BenchArm, ids: Tensor, max_new_tokens: int) -> Run:
     """Answer a prompt int64 `[1, L]` greedily."""
-    ids = ids.to(model.device)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, **GREEDY}
     started = time.perf_counter()
-    output = model.generate(ids, return_dict_in_generate=True, **options, **arm.arguments)
+    output = generate_greedily(model, ids, max_new_tokens=max_new_tokens, **arm.arguments)
     new = output.sequences[0, ids.shape[1] :].tolist()  # waits for the device
     stats = getattr(output, "stats", None)
     return Run(new, time.perf_counter() - started, stats[0] if stats else None)

@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None
 
 def decode_plainly(model: PreTrainedModel, ids: Tensor, max_new_tokens: int) -> list[int]:
     """The new ids of the target's own greedy `generate` on a prompt, int64 `[1, L]`."""
-    output = _generate(model, ids, max_new_tokens=max_new_tokens)
+    output = generate_greedily(model, ids, max_new_tokens=max_new_tokens)
     return output.sequences[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -34,7 +34,7 @@ def decode(
 ) -> tuple[list[int], SpeculationStats]:
     """The same with speculation: the new ids, and what was counted on the way."""
     speculation = {"custom_generate": "microspec", "drafter": drafter, "microspec": config}
-    output = _generate(model, ids, max_new_tokens=max_new_tokens, **speculation)
+    output = generate_greedily(model, ids, max_new_tokens=max_new_tokens, **speculation)
     return output.sequences[0, ids.shape[1] :].tolist(), output.stats[0]
 
 
@@ -43,7 +43,7 @@ def next_token_scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
     The logits, after the processors that the target's generation config asks for (a repetition penalty, say).
     """
-    output = _generate(model, ids, max_new_tokens=1, output_scores=True)
+    output = generate_greedily(model, ids, max_new_tokens=1, output_scores=True)
     return output.scores[0][0].float()  # type: ignore[no-any-return]
 
 
@@ -58,6 +58,7 @@ def exact_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
+def generate_greedily(model: Any, ids: Tensor, **arguments: Any) -> Any:
+    """`generate`'s output for a prompt int64 `[1, L]`, with these arguments besides those of greedy decoding."""
     ids = ids.to(model.device)
     return model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **GREEDY, **arguments)

@@ -68,7 +68,7 @@ def _cpu_name() -> str:
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
     """Revision of the checkout at `root`, and whether its tracked files were changed."""
     if revision := os.environ.get("MICROSPEC_REVISION"):  # of a copy that travelled without its history
-        return revision, False
+        return revision, None
     # An installed package may lie inside some other repository, whose revision would mean nothing.
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:

@@ -14,6 +14,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from microspec_hf import ops
 
+FIRST_ROWS = 1024
+"""Rows of the smallest cache that is kept from text to text."""
+
 
 def cache_argument(forward: Callable[..., Any]) -> str:
     """Name of the KV-cache keyword of a forward: `cache` in newer transformers (5.24), `past_key_values` before."""
@@ -123,6 +126,12 @@ class TreeCache(Cache):
         """Make room for `capacity` rows; growth is by half, so that a long text reallocates a few times only."""
         if capacity > self.capacity:
             self.grow(-(-max(capacity, self.capacity * 3 // 2) // 64) * 64)
+
+    def restart(self, num_rows: int) -> None:
+        """Begin another text, with room for so many rows; capacities are powers of two, so that there are few."""
+        self.length = 0
+        if num_rows > self.capacity:
+            self.grow(max(FIRST_ROWS, 1 << (num_rows - 1).bit_length()))
 
     def grow(self, capacity: int) -> None:
         """Make room for exactly `capacity` rows, at least as many as there are."""

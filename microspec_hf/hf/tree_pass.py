@@ -9,7 +9,6 @@ its own ancestors (`ops.tree_attention`).
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import types
 from typing import Any, Literal
@@ -145,7 +144,6 @@ def _with_attention(config: Any, made: dict[int, Any]) -> Any:
     return made[id(config)]
 
 
-@functools.cache
 def _marker(index: int, device: torch.device) -> Tensor:
     """A four-dimensional mask, which transformers hands to the layers as it is; its width names a window."""
     return torch.empty(1, 1, 1, index + 1, device=device)

@@ -66,8 +66,12 @@ class DraftVocabulary(Protocol):
     def observe(self, tree: DraftTree, candidates: Tensor, verification: Verification) -> None:
         """Take in a verified round: tree, the target's top ids at its nodes int64 `[N, K_ver]`, and path."""
 
-    def statistics(self) -> VocabularyStatistics:
-        """The counters so far, on the host."""
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
+        """The counters so far, on the host.
+
+        Args:
+            drops_last: without the last round, whose outcome nobody took; rows that it copied count.
+        """
 
 
 class Counters:
@@ -79,13 +83,16 @@ class Counters:
 
     def __init__(self, device: torch.device):
         self._totals = torch.zeros(6, dtype=torch.int64, device=device)
+        self._before = torch.zeros_like(self._totals)  # the last round
 
     def reset(self) -> None:
         """Begin to count for another text."""
         self._totals.zero_()
+        self._before.zero_()
 
     def add_round(self, num_active: Tensor, emitted: Tensor, is_covered: Tensor) -> None:
         """One round: how many ids were active `[]`, emitted tokens `[P]` (-1: none), which were active."""
+        self._before.copy_(self._totals)
         is_emitted = emitted >= 0
         one = torch.ones_like(num_active)
         self._totals[:4] += torch.stack([one, num_active, (is_emitted & is_covered).sum(), is_emitted.sum()])
@@ -98,8 +105,9 @@ class Counters:
         """Ids that left, `[1]`."""
         self._totals[5:] += count
 
-    def read(self) -> VocabularyStatistics:
-        rounds, active, covered, emitted, gathered, evicted = self._totals.tolist()
+    def read(self, drops_last: bool = False) -> VocabularyStatistics:
+        gathered = int(self._totals[4])
+        rounds, active, covered, emitted, _, evicted = (self._before if drops_last else self._totals).tolist()
         return VocabularyStatistics(
             rounds=rounds,
             mean_active=active / max(1, rounds),

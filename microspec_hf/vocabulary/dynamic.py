@@ -106,8 +106,8 @@ class DynamicVocabulary:
         self._counters.add_round((self.token_of >= 0).sum(), emitted, is_covered)
         self._push(torch.cat([tree.tokens, self._verified(tree, candidates, verification).flatten()]))
 
-    def statistics(self) -> VocabularyStatistics:
-        return self._counters.read()
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
+        return self._counters.read(drops_last)
 
     def _clear(self) -> None:
         """Only the pinned ids are active, and their rows are copied again: the head may have changed since."""

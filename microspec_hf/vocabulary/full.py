@@ -43,5 +43,5 @@ class FullVocabulary:
         emitted = verification.emitted
         self._counters.add_round(self._size, emitted, emitted >= 0)
 
-    def statistics(self) -> VocabularyStatistics:
-        return self._counters.read()
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
+        return self._counters.read(drops_last)

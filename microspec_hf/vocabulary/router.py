@@ -209,8 +209,8 @@ class RoutedVocabulary:
         is_covered = self._is_active[drafted_by, emitted.clamp(min=0)]
         self._counters.add_round(self._is_active[:passes].sum() // passes, emitted, is_covered)
 
-    def statistics(self) -> VocabularyStatistics:
-        return self._counters.read()
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
+        return self._counters.read(drops_last)
 
     def _next_pass(self) -> Tensor:
         """bool `[V]`, to be filled with the ids that the pass which begins can propose."""

@@ -63,8 +63,8 @@ class StaticVocabulary:
         is_listed = self._list.is_listed
         self._counters.add_round(is_listed.sum(), emitted, is_listed[emitted.clamp(min=0)])
 
-    def statistics(self) -> VocabularyStatistics:
-        return self._counters.read()
+    def statistics(self, drops_last: bool = False) -> VocabularyStatistics:
+        return self._counters.read(drops_last)
 
 
 def clear_cache() -> None:
