@@ -72,7 +72,7 @@ def randint(high: int, *shape: int, seed: int) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def gather_case(count: int, num_entries: int, weight: Tensor, target_us: float) -> Case:
+def gather_case(count: int, num_entries: int, weight: Tensor, target_us: float, num_sets: int = 16) -> Case:
     hidden = weight.shape[1]
     out = torch.empty(3072, hidden, dtype=weight.dtype, device=DEVICE)  # one packed buffer, as in use
 
@@ -83,7 +83,7 @@ def gather_case(count: int, num_entries: int, weight: Tensor, target_us: float) 
         return out, weight, rows, slots, torch.tensor([count], dtype=torch.int32, device=DEVICE)
 
     size = f"{count:,} of {num_entries:,} rows of {hidden:,} bf16"
-    return Case("gather_rows", size, inputs, 2 * count * hidden * 2, target_us)
+    return Case("gather_rows", size, inputs, 2 * count * hidden * 2, target_us, num_sets)
 
 
 def window_inputs(stream: bool) -> Callable[[int], tuple[Any, ...]]:
@@ -105,6 +105,20 @@ def window_inputs(stream: bool) -> Callable[[int], tuple[Any, ...]]:
     for step in range(1000, 1040):  # until it is full and has turned over
         reference.window_update(*inputs(step))
     return inputs
+
+
+def half_empty_logits(seed: int) -> tuple[Any, ...]:
+    """A drafter's logits as a round has them: most slots of the window hold no id."""
+    logits = 4 * torch.randn(10, 3072, device=DEVICE).bfloat16()
+    logits[:, 600:] = -torch.inf
+    return logits, 10
+
+
+def padded_logits(seed: int) -> tuple[Any, ...]:
+    """A target's logits whose last columns stand for no token."""
+    logits = torch.randn(60, 128256, device=DEVICE).bfloat16()
+    logits[:, 49152:] = 0
+    return logits, 3
 
 
 def tree_inputs(seed: int) -> tuple[Any, ...]:
@@ -140,8 +154,8 @@ def cases() -> list[Case]:
     window_bytes = 3072 * (4 + 4 + 1 + 4) + 240 * (8 + 4 + 8 + 8)
     return [
         gather_case(3072, 3072, weight, target_us=2 * 3072 * 8192 / 3.6e6),
-        gather_case(200, 240, weight, target_us=3.0),
-        gather_case(5, 240, weight, target_us=3.0),
+        gather_case(200, 240, weight, target_us=3.0, num_sets=64),
+        gather_case(5, 240, weight, target_us=3.0, num_sets=64),
         Case("window_update", "240 ids, 3,072 slots, lru", window_inputs(False), window_bytes, 6.0),
         Case("window_update", "240 ids, 3,072 slots, stream", window_inputs(True), window_bytes, 6.0),
         Case(
@@ -152,12 +166,20 @@ def cases() -> list[Case]:
             12.0,
         ),
         Case(
+            "topk_candidates",
+            "60 x 128,256 bf16, k = 3, 79,104 alike",
+            padded_logits,
+            60 * 128256 * 2,
+            12.0,
+        ),
+        Case(
             "draft_topk",
             "10 x 3,072 bf16, k = 10",
             lambda seed: (4 * torch.randn(10, 3072, device=DEVICE).bfloat16(), 10),
             10 * 3072 * 2,
             6.0,
         ),
+        Case("draft_topk", "10 x 3,072 bf16, k = 10, 600 slots held", half_empty_logits, 10 * 3072 * 2, 6.0),
         Case("build_tree", "510 candidates, 60 nodes", tree_inputs, 510 * 20, 6.0),
         Case(
             "compact_kv",
@@ -170,8 +192,13 @@ def cases() -> list[Case]:
     ]
 
 
-def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 60, repeat: int = 1) -> float:
-    """Median time of one call: a graph of all calls, `repeat` times over, replayed."""
+LAUNCHES = 64
+"""Calls in a graph, or somewhat more, so that its own start is a small part of the time."""
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 60, repeat: int | None = None) -> float:
+    """Median time of one call: a graph of all calls, `repeat` times over, replayed; default: `LAUNCHES` calls."""
+    repeat = repeat or -(-LAUNCHES // len(calls))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -196,7 +223,7 @@ def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 60, repeat: 
 def launch_microseconds() -> float:
     """One of a series of launches in a graph that have next to nothing to do."""
     value = torch.zeros(1, device=DEVICE)
-    return microseconds([value.zero_], repeat=32)
+    return microseconds([value.zero_])
 
 
 def time_case(case: Case, bandwidth: float, launch_us: float) -> Timing:
@@ -210,7 +237,7 @@ def time_case(case: Case, bandwidth: float, launch_us: float) -> Timing:
         return [lambda arguments=arguments: function(*arguments) for arguments in sets]  # type: ignore[misc]
 
     kernel_us = microseconds(calls(service.function))
-    pytorch_us = microseconds(calls(plain), replays=20)
+    pytorch_us = microseconds(calls(plain), replays=20, repeat=1)
     return Timing(
         case.op,
         case.size,

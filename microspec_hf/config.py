@@ -157,7 +157,7 @@ class MicroSpecConfig:
 
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)
     vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
-    prefill_chunk: int = 512
+    prefill_chunk: int = 2048
     engine: Literal["auto", "eager", "graphs", "compiled"] = "auto"
     fallback: bool = True
 

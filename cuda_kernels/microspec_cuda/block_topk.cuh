@@ -5,46 +5,56 @@
 
 namespace microspec {
 
-// k-th best of the warps' bests: at least k elements are not worse, and few others are.
-//
-// Called by one warp. NOTHING if fewer than k warps have an element.
-template <int WARPS>
-__device__ __forceinline__ Ranked kth_best(const Ranked* warp_bests, int k) {
-  static_assert(WARPS <= WARP, "one lane for each warp's best");
-  const int lane = threadIdx.x % WARP;
-  const Ranked mine = lane < WARPS ? warp_bests[lane] : NOTHING;
-  int rank = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) rank += warp_bests[w] > mine;
-  return warp_best(rank == k - 1 ? mine : NOTHING);
-}
-
 // Scratch of block_topk in shared memory.
 template <int WARPS, int CAPACITY>
 struct TopkScratch {
-  Ranked warp_bests[WARPS];
+  Ranked bests[WARPS][WARP];  // of each warp's threads, best first
   Ranked survivors[CAPACITY];
   Ranked threshold;
   int num_survivors;
 };
 
+// Leaves the best `count` of what the lanes bring in `bests`, best first, NOTHING where there are fewer.
+__device__ __forceinline__ void sort_warp(Ranked mine, Ranked* bests, int count) {
+  for (int i = 0; i < count; ++i) {
+    const Ranked best = warp_best(mine);
+    if (mine == best) mine = NOTHING;
+    if (threadIdx.x % WARP == 0) bests[i] = best;
+  }
+}
+
+// The k-th best of sorted lists of `length`; called by one warp. NOTHING if they hold fewer.
+template <int WARPS>
+__device__ __forceinline__ Ranked kth_best(const Ranked (&lists)[WARPS][WARP], int length, int k) {
+  static_assert(WARPS <= WARP, "one lane for each list");
+  const int lane = threadIdx.x % WARP;
+  Ranked head = lane < WARPS ? lists[lane][0] : NOTHING, best = NOTHING;
+  for (int i = 0, taken = 0; i < k; ++i) {
+    best = warp_best(head);
+    if (head == best && best != NOTHING) head = ++taken < length ? lists[lane][taken] : NOTHING;
+  }
+  return best;
+}
+
 // Puts the k best elements of `tile` and of `best[0 .. k)` into `best`, best first, NOTHING where there are
 // fewer. Ends with a barrier. k <= CAPACITY / 2.
 //
-// Elements not worse than a lower bound of the k-th best are listed and ranked by counting. If they are more
-// than the list holds, the k-th best of the listed ones is a higher bound, and the next pass lists fewer: at
-// least CAPACITY - k elements fall out in each. Random data takes one pass.
+// The k-th best of what the threads' bests are at least is a lower bound of the k-th best element, and only k threads
+// or so hold any that is not worse: those elements are listed and ranked by counting. Equal elements, as of columns
+// that are masked out, do not make them more. If they are yet more than the list holds, the k-th best of the listed
+// ones is a higher bound, and the next pass lists fewer: at least CAPACITY - k elements fall out in each.
 template <int CAPACITY, typename Tile, int WARPS>
 __device__ void block_topk(const Tile& tile, Ranked* best, int k, TopkScratch<WARPS, CAPACITY>& scratch) {
   const int thread = threadIdx.x;
-  // scratch.warp_bests has been written by every warp; this barrier shows them to the first one.
+  const int length = min(k, WARP);
+  sort_warp(tile.at_least(), scratch.bests[thread / WARP], length);
+  if (thread == 0) scratch.num_survivors = 0;
   __syncthreads();
   if (thread < WARP) {
-    Ranked bound = kth_best<WARPS>(scratch.warp_bests, k);
+    Ranked bound = kth_best(scratch.bests, length, k);
     if (bound < best[k - 1]) bound = best[k - 1];
     if (thread == 0) scratch.threshold = bound == NOTHING ? LOWEST : bound;
   }
-  if (thread == 0) scratch.num_survivors = 0;
   __syncthreads();
 
   while (true) {
@@ -55,7 +65,7 @@ __device__ void block_topk(const Tile& tile, Ranked* best, int k, TopkScratch<WA
       const int place = atomicAdd(&scratch.num_survivors, 1);
       if (place < CAPACITY) scratch.survivors[place] = element;
     };
-    if (tile.has_any() && order_key(tile.top()) >= threshold_key) {
+    if (tile.at_most() >= threshold) {
       const float lowest = value_of_key(threshold_key);
       tile.for_each([&](float value, int column) {
         if (value >= lowest && tile.has(column)) keep(ranked(order_key(value), column));

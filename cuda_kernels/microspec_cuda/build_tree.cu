@@ -22,10 +22,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> build_tree(const Tensor& scores, cons
 
   const Launch launch(scores);
   const auto run = [&](auto kernel, int threads) {
-    kernel<<<1, threads, 0, launch.stream()>>>(
-        data<const float>(scores), data<const int64_t>(tokens), data<const int64_t>(parents),
-        data<const int64_t>(root), num_candidates, static_cast<int>(num_nodes), data<int64_t>(node_tokens),
-        data<int64_t>(node_parents), data<int64_t>(depths), data<int64_t>(ancestors));
+    launch.start(kernel, dim3(1), dim3(threads), 0, 1, data<const float>(scores), data<const int64_t>(tokens),
+                 data<const int64_t>(parents), data<const int64_t>(root), num_candidates, num_nodes,
+                 data<int64_t>(node_tokens), data<int64_t>(node_parents), data<int64_t>(depths),
+                 data<int64_t>(ancestors));
   };
   if (num_candidates <= 512) {
     run(device::build_tree::kernel<512, 1>, 512);
@@ -34,7 +34,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> build_tree(const Tensor& scores, cons
   } else {
     run(device::build_tree::kernel<1024, 4>, 1024);
   }
-  launch.check();
   return {node_tokens, node_parents, depths, ancestors};
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bitmap.cuh"
+#include "ptx.cuh"
 
 namespace microspec::device::build_tree {
 
@@ -23,6 +24,8 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ int parent_of[MAX_NODES];
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
   const int num_kept = num_nodes - 1;
+  let_next_start();
+  wait_for_earlier();
 
   uint32_t keys[ITEMS];
 #pragma unroll

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace microspec::device::compact_kv {
 
 constexpr int THREADS = 128;
@@ -20,6 +22,8 @@ template <typename Unit>
 __global__ void __launch_bounds__(THREADS)
     kernel(const __grid_constant__ Buffers buffers, const int64_t* path, const int64_t* start, int path_length,
            int num_heads, int64_t capacity, int units_per_row) {
+  let_next_start();
+  wait_for_earlier();
   const int column = blockIdx.x * THREADS + threadIdx.x;
   if (column >= num_heads * units_per_row) return;
   const int head = column / units_per_row, unit = column % units_per_row;

@@ -26,29 +26,30 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ uint4 memory[Tile<T>::BYTES / 16];
   __shared__ TopkScratch<WARPS, CAPACITY> scratch;
   __shared__ Ranked best[MAX_K];
-  __shared__ float sums[WARPS];
+  __shared__ float tops[WARPS], sums[WARPS];
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
   if (thread < k) best[thread] = NOTHING;
+  let_next_start();
+  wait_for_earlier();
 
   Tile<T> tile;
   tile.template load<VECTORISED>(memory, logits + static_cast<int64_t>(blockIdx.x) * num_columns, 0, num_columns);
-  const Ranked best_of_warp = tile.best_of_warp();
 
   // Each warp sums relative to its own maximum; the sums are brought to the row's maximum at the end.
-  const float top = value_of(best_of_warp);
+  const float top = value_of_key(warp_max(order_key(tile.top())));
   float sum = 0.0f;
   if (top > -INFINITY) {
     tile.for_each([&](float value, int) { sum += expf(value - top); });
   }
   sum = warp_sum(sum);
   if (lane == 0) {
-    scratch.warp_bests[warp] = best_of_warp;
+    tops[warp] = top;
     sums[warp] = sum;
   }
   block_topk<CAPACITY>(tile, best, k, scratch);
 
   if (warp > 0) return;
-  const float lane_top = lane < WARPS ? value_of(scratch.warp_bests[lane]) : -INFINITY;
+  const float lane_top = lane < WARPS ? tops[lane] : -INFINITY;
   const float row_top = value_of(best[0]);
   const float part = lane_top > -INFINITY ? sums[lane] * expf(lane_top - row_top) : 0.0f;
   const float log_sum = logf(warp_sum(part));

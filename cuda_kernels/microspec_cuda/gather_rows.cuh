@@ -17,6 +17,8 @@ template <typename Unit, typename Index>
 __global__ void __launch_bounds__(THREADS)
     kernel(Unit* out, const Unit* weight, const Index* rows, const Index* slots, const int* count,
            int num_entries, int units_per_row, int64_t num_rows, int64_t num_slots) {
+  let_next_start();
+  wait_for_earlier();
   const int entry = blockIdx.x * blockDim.y + threadIdx.y;
   if (entry >= num_entries) return;
   const int limit = *count;

@@ -1,4 +1,4 @@
-// What every launcher needs: the current stream of a tensor's device, and a check of the launch.
+// What every launcher needs: a launch on the current stream of a tensor's device, checked.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,26 +17,52 @@ namespace microspec {
 
 class Launch {
  public:
-  explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+  explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()), architecture_(architecture_of(tensor)) {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
-  cudaStream_t stream() const { return stream_; }
-
-  void check() const { STD_CUDA_KERNEL_LAUNCH_CHECK(); }
-
   // Compute capability of the device, as 90 for 9.0.
-  static int architecture(const Tensor& tensor) {
+  int architecture() const { return architecture_; }
+
+  // Starts a kernel that begins with let_next_start() and wait_for_earlier(), as early as the device can. `cluster`
+  // blocks along x share their memory; `shared_bytes` is dynamic shared memory.
+  template <typename... Parameters, typename... Arguments>
+  void start(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster,
+             const Arguments&... arguments) const {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = attributes;
+    const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = id;
+      return attribute.val;
+    };
+    if (architecture_ >= 90) add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {cluster, 1, 1};
+    // More than 48 KB of shared memory must be asked for.
+    if (shared_bytes > 48 * 1024) {
+      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_bytes)));
+    }
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  }
+
+ private:
+  static int architecture_of(const Tensor& tensor) {
     int major = 0, minor = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, tensor.get_device_index()));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, tensor.get_device_index()));
     return 10 * major + minor;
   }
 
- private:
   torch::stable::accelerator::DeviceGuard guard_;
+  int architecture_;
   cudaStream_t stream_ = nullptr;
 };
 

@@ -42,6 +42,8 @@ __device__ __forceinline__ Ranked warp_best(Ranked element) {
   return (static_cast<Ranked>(key) << 32) | warp_max(low);
 }
 
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(FULL_WARP, value); }
+
 __device__ __forceinline__ float warp_sum(float value) {
   for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
   return value;

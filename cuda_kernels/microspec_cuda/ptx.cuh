@@ -11,6 +11,12 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
+// The same with 4 bytes and multiples of 4.
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(global) : "memory");
+}
+
 // Ends a group of the copies that this thread has started.
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -18,6 +24,20 @@ __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit
 template <int LATEST>
 __device__ __forceinline__ void wait_for_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
+}
+
+// With these two calls at its beginning, in this order, a kernel is started by Launch::start while the one before it
+// in the stream still runs, and costs no latency of a launch. Nothing in global memory is read or written before the
+// second call, which waits until all earlier work is done and seen. Chips before 9.0 start kernels one by one anyway.
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Loads what this launch reads once: it takes no room in the L1.

@@ -43,6 +43,7 @@ class RowTile {
       end_copy_group();
     }
     top_ = -INFINITY;
+    top_begin_ = begin_;
     find_top<0>();
   }
 
@@ -67,18 +68,13 @@ class RowTile {
   // The greatest value of this thread's elements; -inf without any.
   __device__ __forceinline__ float top() const { return top_; }
 
-  // The best element of the warp. Only lanes that hold the warp's maximum look for its column.
-  __device__ __forceinline__ Ranked best_of_warp() const {
-    const float mine = top();
-    const uint32_t key = has_any() ? order_key(mine) : 0u;
-    const uint32_t key_of_warp = warp_max(key);
-    uint32_t column = 0xffffffffu;
-    if (key != 0 && key == key_of_warp) {
-      for_each([&](float value, int i) {
-        if (value == mine && has(i)) column = min(column, static_cast<uint32_t>(i));
-      });
-    }
-    return warp_best(column == 0xffffffffu ? NOTHING : ranked(key, column));
+  // The best element of this thread is not worse than `at_least` and not better than `at_most`: its value is known,
+  // its column up to the few that one load brings. NOTHING without any.
+  __device__ __forceinline__ Ranked at_least() const {
+    return has_any() ? ranked(order_key(top_), top_begin_ + VECTOR - 1) : NOTHING;
+  }
+  __device__ __forceinline__ Ranked at_most() const {
+    return has_any() ? ranked(order_key(top_), top_begin_) : NOTHING;
   }
 
  private:
@@ -89,8 +85,13 @@ class RowTile {
       wait_for_all_but<LOADS - 1 - U>();
       const uint4 data = memory_[U * THREADS];
       const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+      float top = -INFINITY;
 #pragma unroll
-      for (int v = 0; v < VECTOR; ++v) top_ = fmaxf(top_, value_of_element(words, v));
+      for (int v = 0; v < VECTOR; ++v) top = fmaxf(top, value_of_element(words, v));
+      if (top > top_) {
+        top_ = top;
+        top_begin_ = begin_ + U * THREADS * VECTOR;
+      }
       find_top<U + 1>();
     }
   }
@@ -112,6 +113,7 @@ class RowTile {
   uint4* memory_;
   int begin_, end_;
   float top_;
+  int top_begin_;  // first column of the load that brought it
 };
 
 }  // namespace microspec

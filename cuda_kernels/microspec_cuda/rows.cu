@@ -51,9 +51,9 @@ void gather_rows(Tensor out, const Tensor& weight, const Tensor& rows, const Ten
                         65535, (units + width * IN_FLIGHT - 1) / (width * IN_FLIGHT))));
     const auto run = [&](auto index) {
       using Index = decltype(index);
-      kernel<Unit, Index><<<grid, dim3(width, height), 0, launch.stream()>>>(
-          data<Unit>(out), data<const Unit>(weight), data<const Index>(rows), data<const Index>(slots),
-          data<const int>(count), static_cast<int>(num_entries), static_cast<int>(units), num_rows, num_slots);
+      launch.start(kernel<Unit, Index>, grid, dim3(width, height), 0, 1, data<Unit>(out), data<const Unit>(weight),
+                   data<const Index>(rows), data<const Index>(slots), data<const int>(count), num_entries, units,
+                   num_rows, num_slots);
     };
     if (rows.scalar_type() == ScalarType::Int) {
       run(int32_t{});
@@ -61,7 +61,6 @@ void gather_rows(Tensor out, const Tensor& weight, const Tensor& rows, const Ten
       run(int64_t{});
     }
   });
-  launch.check();
 }
 
 void compact_kv(std::vector<Tensor> buffers, const Tensor& path, const Tensor& start) {
@@ -98,11 +97,10 @@ void compact_kv(std::vector<Tensor> buffers, const Tensor& path, const Tensor& s
       check_at_most("compact_kv", "columns of a position", columns, 1 << 30);
       const dim3 grid(static_cast<unsigned>((columns + device::compact_kv::THREADS - 1) / device::compact_kv::THREADS),
                       static_cast<unsigned>(size));
-      device::compact_kv::kernel<Unit><<<grid, device::compact_kv::THREADS, 0, launch.stream()>>>(
-          pointers, data<const int64_t>(path), data<const int64_t>(start), static_cast<int>(path.size(0)),
-          static_cast<int>(shape.size(1)), shape.size(2), static_cast<int>(units));
+      launch.start(device::compact_kv::kernel<Unit>, grid, dim3(device::compact_kv::THREADS), 0, 1, pointers,
+                   data<const int64_t>(path), data<const int64_t>(start), path.size(0), shape.size(1), shape.size(2),
+                   units);
     });
-    launch.check();
   }
 }
 

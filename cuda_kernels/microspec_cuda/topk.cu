@@ -31,10 +31,9 @@ std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, int64_t k) {
   for_logits_type("draft_topk", logits, [&](auto element) {
     using T = decltype(element);
     const auto kernel = has_vector_rows(logits) ? device::draft_topk::kernel<T, true> : device::draft_topk::kernel<T, false>;
-    kernel<<<num_rows, device::draft_topk::THREADS, 0, launch.stream()>>>(
-        data<const T>(logits), data<float>(scores), data<int64_t>(slots), num_columns, static_cast<int>(k));
+    launch.start(kernel, dim3(static_cast<unsigned>(num_rows)), dim3(device::draft_topk::THREADS), 0, 1,
+                 data<const T>(logits), data<float>(scores), data<int64_t>(slots), num_columns, k);
   });
-  launch.check();
   return {scores, slots};
 }
 
@@ -52,7 +51,7 @@ Tensor topk_candidates(const Tensor& logits, int64_t k) {
   if (num_rows == 0) return ids;
 
   const Launch launch(logits);
-  const unsigned max_cluster = Launch::architecture(logits) >= 90 ? device::topk_candidates::MAX_CLUSTER : 1;
+  const unsigned max_cluster = launch.architecture() >= 90 ? device::topk_candidates::MAX_CLUSTER : 1;
   for_logits_type("topk_candidates", logits, [&](auto element) {
     using T = decltype(element);
     const auto kernel =
@@ -61,22 +60,9 @@ Tensor topk_candidates(const Tensor& logits, int64_t k) {
     // As many blocks for a row as it has tiles, if the chip can join them.
     unsigned cluster = 1;
     while (cluster < max_cluster && cluster * Tile::COLUMNS < num_columns) cluster *= 2;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {cluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(cluster, static_cast<unsigned>(num_rows));
-    config.blockDim = dim3(device::topk_candidates::THREADS);
-    config.dynamicSmemBytes = Tile::BYTES;
-    config.stream = launch.stream();
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
-    // More than 48 KB of shared memory must be asked for.
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::BYTES));
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, data<const T>(logits), data<int64_t>(ids), num_columns,
-                                      static_cast<int>(k)));
+    launch.start(kernel, dim3(cluster, static_cast<unsigned>(num_rows)), dim3(device::topk_candidates::THREADS),
+                 Tile::BYTES, cluster, data<const T>(logits), data<int64_t>(ids), num_columns, k);
   });
-  launch.check();
   return ids;
 }
 

@@ -23,16 +23,17 @@ std::tuple<Tensor, Tensor, Tensor> window_update(Tensor slot_of, Tensor token_of
   const device::window_update::Window window = {
       data<int>(slot_of), data<int>(token_of), data<int>(usage), data<int>(ring), data<int64_t>(clock),
       data<const bool>(pinned), static_cast<int>(slot_of.size(0)), static_cast<int>(token_of.size(0)),
-      static_cast<int>(ring.size(0))};
+      static_cast<unsigned>(ring.size(0))};
   const device::window_update::Changes changes = {data<int64_t>(rows), data<int64_t>(slots), data<int>(counts)};
-  const size_t bytes = device::window_update::shared_bytes(window.num_slots);
-  const auto kernel = stream ? device::window_update::kernel<true> : device::window_update::kernel<false>;
-  // More than 48 KB of shared memory must be asked for; what the launch needs and no more.
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(device::window_update::shared_bytes(device::window_update::MAX_SLOTS))));
-  kernel<<<1, device::window_update::THREADS, bytes, launch.stream()>>>(
-      window, data<const int64_t>(candidates), static_cast<int>(num_candidates), changes);
-  launch.check();
+  using namespace device::window_update;
+  const bool is_vectorised = window.num_slots % 16 == 0 && is_aligned(token_of, 16) && is_aligned(usage, 16) &&
+                             is_aligned(pinned, 16);
+  unsigned table_size = 1;
+  while (table_size < 2 * num_candidates) table_size *= 2;
+  const auto kernel = stream ? (is_vectorised ? device::window_update::kernel<true, true> : device::window_update::kernel<true, false>)
+                             : (is_vectorised ? device::window_update::kernel<false, true> : device::window_update::kernel<false, false>);
+  launch.start(kernel, dim3(1), dim3(THREADS), shared_bytes(window.num_slots), 1, window, data<const int64_t>(candidates),
+               num_candidates, table_size, changes);
   return {rows, slots, counts};
 }
 

@@ -1,10 +1,13 @@
 // Appends a round's ids to the stream and brings the active vocabulary up to date. One block.
 //
 // The window's slots and a table of the call's ids lie in shared memory. All decisions are functions of positions
-// and counts, which no thread order can change; ranks come from bitmaps.
+// and counts, which no thread order can change; ranks are sums over the threads before. The block is bound by its
+// instructions and barriers, not by memory: a thread owns four slots at a time, and work that only some need is
+// skipped by whole warps.
 #pragma once
 
-#include "bitmap.cuh"
+#include "order.cuh"
+#include "ptx.cuh"
 
 namespace microspec::device::window_update {
 
@@ -12,7 +15,14 @@ constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / WARP;
 constexpr int MAX_CANDIDATES = THREADS;  // one each
 constexpr int MAX_SLOTS = 8192;
+constexpr int OWNED = 4;  // slots of a thread, one behind the other
+constexpr int MAX_STRETCHES = MAX_SLOTS / (OWNED * THREADS);
 constexpr int TABLE = 2 * MAX_CANDIDATES;
+constexpr int BINS = 2 * THREADS;
+constexpr int BIN_BITS = 11;
+
+static_assert(WARPS == WARP, "one lane for each warp's count");
+static_assert(1 << BIN_BITS == BINS, "a bin is what these bits say");
 
 struct Window {
   int* slot_of;       // [vocab_size]
@@ -21,7 +31,8 @@ struct Window {
   int* ring;          // [ring_length], stream only
   int64_t* clock;     // [1]
   const bool* pinned; // [num_slots]
-  int vocab_size, num_slots, ring_length;
+  int vocab_size, num_slots;
+  unsigned ring_length;
 };
 
 struct Changes {
@@ -30,197 +41,282 @@ struct Changes {
   int* counts;     // [2]
 };
 
-// The ids of a call, by open addressing: each with its last place among the entries and how often it is kept.
+// The ids of a call, by open addressing: each with the last thread that brings it and how often it is kept.
 struct Table {
   int ids[TABLE];
   int last[TABLE];
   int occurrences[TABLE];
 
-  __device__ int find_or_insert(int id) {
-    unsigned place = static_cast<unsigned>(id) * 2654435761u % TABLE;
+  __device__ int find_or_insert(int id, unsigned size) {
+    unsigned place = (static_cast<unsigned>(id) * 2654435761u >> 16) & (size - 1);
     while (true) {
       const int before = atomicCAS(&ids[place], -1, id);
       if (before == -1 || before == id) return place;
-      place = (place + 1) % TABLE;
+      place = (place + 1) & (size - 1);
     }
   }
 };
 
-struct Scratch {
+struct alignas(16) Scratch {
   Table table;
-  unsigned entry_words[WARPS], entering_words[WARPS];
-  int entries_before[WARPS], entering_before[WARPS];
-  int free_slots[MAX_CANDIDATES];
-  int histogram[256];
-  int digit, needed;                                  // of the selection
-  int num_entries, num_entering, num_free;
-  int num_active, num_new, num_evicted;
+  int histogram[BINS];
+  int list[MAX_CANDIDATES];  // of positions, later of free slots
+  int entries[WARPS], entering[WARPS], free[MAX_STRETCHES][WARPS], totals[WARPS];  // counts of each warp
+  int oldest[WARPS];  // position that each warp has seen
+  int bin, num_in_bin, nth, selected, num_listed;  // of the selection
+  int num_evicted;
 };
 
-__host__ __device__ constexpr int words_of(int num_slots) { return (num_slots + WARP - 1) / WARP; }
+__host__ __device__ constexpr int rounded_up(int num_slots) { return (num_slots + 15) / 16 * 16; }
 
-// Dynamic shared memory: Scratch, then usage and token [num_slots], then a bitmap of free slots and its ranks.
-__host__ inline size_t shared_bytes(int num_slots) {
-  return sizeof(Scratch) + sizeof(int) * (2 * num_slots + 2 * words_of(num_slots));
+// Dynamic shared memory: Scratch, then usage and token of the slots, then whether they are pinned, in bytes.
+__host__ inline size_t shared_bytes(int num_slots) { return sizeof(Scratch) + 9 * rounded_up(num_slots); }
+
+struct Ranking {
+  int before, total;
+};
+
+// Sums of the warps' counts: those of the warps before this one, and all. Called by whole warps.
+__device__ __forceinline__ Ranking ranking_of(const int (&counts)[WARPS]) {
+  const int lane = threadIdx.x % WARP, count = counts[lane];
+  return {warp_sum(lane < threadIdx.x / WARP ? count : 0), warp_sum(count)};
 }
 
-// The needed-th smallest of the positions that `for_each` visits, by 8 bits a pass; all are >= 0 and < bound.
+// Sum of the counts of the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int count) {
+  for (int step = 1; step < WARP; step *= 2) {
+    const int other = __shfl_up_sync(FULL_WARP, count, step);
+    if (threadIdx.x % WARP >= step) count += other;
+  }
+  return count;
+}
+
+// The n-th smallest, from 1, of the positions that `for_each` visits; all are >= first and < bound.
+//
+// A histogram says in which bin it lies. The bin's positions, few as they differ, are listed and ranked by counting;
+// a bin that is too full is divided again. histogram and num_listed are 0 before.
 template <typename ForEach>
-__device__ int select_position(Scratch& s, int needed, int64_t bound, ForEach for_each) {
+__device__ int nth_smallest(Scratch& s, int n, int first, int64_t bound, ForEach for_each) {
+  const int thread = threadIdx.x, warp = thread / WARP;
   int shift = 0;
-  while (shift < 24 && (bound >> (shift + 8)) != 0) shift += 8;
-  int prefix = 0;  // the digits found, in place
-  int known = 0;   // mask of their bits
-  for (; shift >= 0; shift -= 8) {
-    for (int i = threadIdx.x; i < 256; i += THREADS) s.histogram[i] = 0;
-    __syncthreads();
+  while ((bound - 1 - first) >> shift >= BINS) ++shift;
+  while (true) {
     for_each([&](int position) {
-      if ((position & known) == prefix) atomicAdd(&s.histogram[(position >> shift) & 255], 1);
+      const int bin = (position - first) >> shift;
+      if (position >= first && bin < BINS) atomicAdd(&s.histogram[bin], 1);
     });
     __syncthreads();
-    if (threadIdx.x < WARP) {
-      constexpr int BINS = 256 / WARP;
-      int counts[BINS], sum = 0;
-#pragma unroll
-      for (int i = 0; i < BINS; ++i) sum += counts[i] = s.histogram[threadIdx.x * BINS + i];
-      int inclusive = sum;
-      for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_up_sync(FULL_WARP, inclusive, step);
-        if (threadIdx.x >= step) inclusive += other;
-      }
-      int left = needed - (inclusive - sum);
-      if (left >= 1 && left <= sum) {  // one lane holds the digit
-#pragma unroll
-        for (int i = 0; i < BINS; ++i) {
-          if (left >= 1 && left <= counts[i]) {
-            s.digit = threadIdx.x * BINS + i;
-            s.needed = left;
-          }
-          left -= counts[i];
-        }
+    const int lower = s.histogram[2 * thread], both = lower + s.histogram[2 * thread + 1];
+    const int total = warp_sum(both);
+    if (thread % WARP == 0) s.totals[warp] = total;
+    __syncthreads();
+    const int before = ranking_of(s.totals).before;
+    if (before < n && n <= before + total) {  // one warp holds the bin
+      const int left = n - (before + sum_up_to_lane(both) - both);
+      if (left >= 1 && left <= both) {
+        const bool is_upper = left > lower;
+        s.bin = 2 * thread + is_upper;
+        s.num_in_bin = is_upper ? both - lower : lower;
+        s.nth = is_upper ? left - lower : left;
       }
     }
+    s.histogram[2 * thread] = s.histogram[2 * thread + 1] = 0;
     __syncthreads();
-    prefix |= s.digit << shift;
-    known |= 255 << shift;
-    needed = s.needed;
+    first += s.bin << shift;
+    n = s.nth;
+    if (shift == 0) return first;
+    if (s.num_in_bin <= MAX_CANDIDATES) break;
+    shift = max(0, shift - BIN_BITS);
   }
-  return prefix;
+  for_each([&](int position) {
+    if (position >= first && position - first < 1 << shift) s.list[atomicAdd(&s.num_listed, 1)] = position;
+  });
+  __syncthreads();
+  if (thread < s.num_listed) {
+    const int mine = s.list[thread];
+    int less = 0, equal = 0;
+    for (int i = 0; i < s.num_listed; ++i) {
+      less += s.list[i] < mine;
+      equal += s.list[i] == mine;
+    }
+    if (less < n && n <= less + equal) s.selected = mine;
+  }
+  __syncthreads();
+  return s.selected;
 }
 
-template <bool STREAM>
+// VECTORISED: num_slots is a multiple of 16, and the arrays over slots start at multiples of 16 bytes.
+template <bool STREAM, bool VECTORISED>
 __global__ void __launch_bounds__(THREADS, 1)
-    kernel(Window window, const int64_t* candidates, int num_candidates, Changes changes) {
+    kernel(Window window, const int64_t* candidates, int num_candidates, int table_size, Changes changes) {
   extern __shared__ __align__(16) unsigned char memory[];
   Scratch& s = *reinterpret_cast<Scratch*>(memory);
+  const int num_slots = window.num_slots, num_padded = rounded_up(num_slots);
   int* usage = reinterpret_cast<int*>(memory + sizeof(Scratch));
-  int* token_of = usage + window.num_slots;
-  const int num_words = words_of(window.num_slots);
-  unsigned* free_words = reinterpret_cast<unsigned*>(token_of + window.num_slots);
-  int* free_before = reinterpret_cast<int*>(free_words + num_words);
+  int* token_of = usage + num_padded;
+  unsigned char* pinned = reinterpret_cast<unsigned char*>(token_of + num_padded);
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
 
-  // Everything that the call reads is asked for at once.
-  const int64_t candidate = thread < num_candidates ? candidates[thread] : -1;
-  const int64_t clock = *window.clock;
-  const bool is_entry = candidate >= 0 && candidate < window.vocab_size;
-  const int id = static_cast<int>(candidate);
-  int slot = is_entry ? window.slot_of[id] : -1;
-  for (int i = thread; i < window.num_slots; i += THREADS) {
-    usage[i] = window.usage[i];
-    token_of[i] = window.token_of[i];
-  }
-  for (int i = thread; i < TABLE; i += THREADS) {
+  let_next_start();
+  for (int i = thread; i < table_size; i += THREADS) {
     s.table.ids[i] = s.table.last[i] = -1;
     s.table.occurrences[i] = 0;
   }
-  if (thread == 0) s.num_active = s.num_new = s.num_evicted = 0;
-  const unsigned entry_word = __ballot_sync(FULL_WARP, is_entry);
-  if (lane == 0) s.entry_words[warp] = entry_word;
-  __syncthreads();
-  rank_words(s.entry_words, WARPS, s.entries_before, &s.num_entries);
+  if (!STREAM) s.histogram[2 * thread] = s.histogram[2 * thread + 1] = 0;
+  if (thread == 0) s.num_evicted = s.num_listed = 0;
+  wait_for_earlier();
 
-  // Place of each entry in the call, the last place of each id, and which entries stay in the ring.
-  const int place = rank_of(s.entry_words, s.entries_before, warp);
-  const bool is_kept = is_entry && (!STREAM || place >= s.num_entries - window.ring_length);
-  int in_table = 0;
-  if (is_entry) {
-    in_table = s.table.find_or_insert(id);
-    atomicMax(&s.table.last[in_table], place);
-    if (STREAM && is_kept) {
-      atomicAdd(&s.table.occurrences[in_table], 1);
-      if (slot >= 0) atomicAdd(&usage[slot], 1);
-      int* cell = window.ring + (clock + place) % window.ring_length;
-      const int leaving = *cell;
-      *cell = id;
-      const int leaving_slot = leaving >= 0 ? window.slot_of[leaving] : -1;
-      if (leaving_slot >= 0) atomicAdd(&usage[leaving_slot], -1);
+  // Everything that the call reads is asked for at once. Slots behind the last one are neither free nor ever left.
+  const int64_t candidate = thread < num_candidates ? candidates[thread] : -1;
+  const int64_t clock = *window.clock;
+  for (int i = OWNED * thread; i < num_padded; i += OWNED * THREADS) {
+    if (VECTORISED) {
+      copy_async_16(usage + i, window.usage + i);
+      copy_async_16(token_of + i, window.token_of + i);
+      copy_async_4(pinned + i, window.pinned + i);
+    } else {
+      for (int j = i; j < i + OWNED; ++j) {
+        usage[j] = j < num_slots ? window.usage[j] : 0;
+        token_of[j] = j < num_slots ? window.token_of[j] : 0;
+        pinned[j] = j < num_slots ? window.pinned[j] : 1;
+      }
     }
   }
-  if (thread == 0) *window.clock = clock + s.num_entries;
+  end_copy_group();
+  const bool is_entry = candidate >= 0 && candidate < window.vocab_size;
+  const int id = static_cast<int>(candidate);
+  int slot = is_entry ? window.slot_of[id] : -1;
+  const bool has_ring = STREAM && window.ring_length > 0;
+  const unsigned ring_start = !has_ring                ? 0
+                              : clock <= 0x7fffffffll ? static_cast<unsigned>(clock) % window.ring_length
+                                                      : static_cast<unsigned>(clock % window.ring_length);
+  const auto cell_of = [&](int place) { return window.ring + (ring_start + place) % window.ring_length; };
+  const int leaving = has_ring && thread < num_candidates ? *cell_of(thread) : -1;
+  __syncthreads();  // the table is empty
+
+  const unsigned entries = __ballot_sync(FULL_WARP, is_entry);
+  if (lane == 0) s.entries[warp] = __popc(entries);
+  int in_table = 0;
+  if (is_entry) {
+    in_table = s.table.find_or_insert(id, table_size);
+    atomicMax(&s.table.last[in_table], thread);
+  }
+  const int leaving_slot = leaving >= 0 ? window.slot_of[leaving] : -1;
+  wait_for_all_but<0>();
+  if (!STREAM) {
+    int num_free = 0;
+    unsigned oldest = 0x7fffffff;
+    for (int i = OWNED * thread; i < num_padded; i += OWNED * THREADS) {
+      for (int j = i; j < i + OWNED; ++j) {
+        num_free += token_of[j] < 0;
+        if (token_of[j] >= 0 && !pinned[j]) oldest = min(oldest, static_cast<unsigned>(usage[j]));
+      }
+    }
+    num_free = warp_sum(num_free);
+    oldest = __reduce_min_sync(FULL_WARP, oldest);
+    if (lane == 0) {
+      s.free[0][warp] = num_free;
+      s.oldest[warp] = static_cast<int>(oldest);
+    }
+  }
   __syncthreads();
-  const bool is_last = is_entry && s.table.last[in_table] == place;
+
+  // Place of each entry in the call, the last one of each id, and which entries stay in the ring.
+  const Ranking entry = ranking_of(s.entries);
+  const int place = entry.before + __popc(entries & lanes_before());
+  const int num_dropped = STREAM ? entry.total - static_cast<int>(window.ring_length) : 0;
+  const bool is_kept = is_entry && place >= num_dropped;
+  const bool is_last = is_entry && s.table.last[in_table] == thread;
   const bool is_new = is_last && slot < 0;
   const int position = static_cast<int>(clock + place);
+  if (thread == 0) *window.clock = clock + entry.total;
+  if (STREAM) {
+    if (is_kept) {
+      atomicAdd(&s.table.occurrences[in_table], 1);
+      if (slot >= 0) atomicAdd(&usage[slot], 1);
+      *cell_of(place) = id;
+    }
+    // This thread has read the cell of the place that has its own number.
+    if (leaving_slot >= 0 && thread >= num_dropped && thread < entry.total) atomicAdd(&usage[leaving_slot], -1);
+  } else {
+    if (is_last && slot >= 0) usage[slot] = position;
+    const unsigned new_word = __ballot_sync(FULL_WARP, is_new);
+    if (lane == 0) s.entering[warp] = __popc(new_word);
+  }
+  __syncthreads();
 
   int limit = -1;  // lru: unpinned ids last seen up to here have no room
   if (!STREAM) {
-    if (is_last && slot >= 0) usage[slot] = position;
-    const int num_new = __popc(__ballot_sync(FULL_WARP, is_new));
-    if (lane == 0 && num_new > 0) atomicAdd(&s.num_new, num_new);
-    for (int first = 0; first < window.num_slots; first += THREADS) {
-      const int i = first + thread;
-      const int num_active = __popc(__ballot_sync(FULL_WARP, i < window.num_slots && token_of[i] >= 0));
-      if (lane == 0 && num_active > 0) atomicAdd(&s.num_active, num_active);
-    }
-    __syncthreads();
-    const int excess = s.num_active + s.num_new - window.num_slots;
+    const int excess = ranking_of(s.entering).total - ranking_of(s.free[0]).total;
     if (excess > 0) {
-      limit = select_position(s, excess, clock + s.num_entries, [&](auto&& visit) {
+      const unsigned oldest = __reduce_min_sync(FULL_WARP, static_cast<unsigned>(s.oldest[lane]));
+      const int first = min(static_cast<int64_t>(oldest), clock);  // what enters comes behind the clock
+      limit = nth_smallest(s, excess, first, clock + entry.total, [&](auto&& visit) {
         if (is_new) visit(position);
-        for (int i = thread; i < window.num_slots; i += THREADS) {
-          if (token_of[i] >= 0 && !window.pinned[i]) visit(usage[i]);
+        for (int i = OWNED * thread; i < num_padded; i += OWNED * THREADS) {
+          for (int j = i; j < i + OWNED; ++j) {
+            if (token_of[j] >= 0 && !pinned[j]) visit(usage[j]);
+          }
         }
       });
     }
+    __syncthreads();  // the counts have been read
   }
   const bool enters = is_new && (STREAM ? is_kept : position > limit);
 
-  // Free slots, those of the ids that leave included, as a bitmap.
-  for (int first = 0; first < window.num_slots; first += THREADS) {
-    const int i = first + thread;
-    const bool is_slot = i < window.num_slots;
-    const int token = is_slot ? token_of[i] : 0;
-    const bool leaves = is_slot && token >= 0 && (STREAM ? usage[i] == 0 : usage[i] <= limit) && !window.pinned[i];
-    if (leaves) {
-      window.slot_of[token] = -1;
-      window.token_of[i] = -1;
+  // Free slots, those of the ids that leave included: a bit for each that the thread owns.
+  unsigned free_slots = 0;
+  int num_leaving = 0;
+  for (int i = OWNED * thread, stretch = 0; stretch < MAX_STRETCHES; i += OWNED * THREADS, ++stretch) {
+    unsigned is_free = 0;
+    if (i < num_padded) {
+      for (int j = 0; j < OWNED; ++j) {
+        const int token = token_of[i + j];
+        const bool leaves = token >= 0 && !pinned[i + j] && (STREAM ? usage[i + j] == 0 : usage[i + j] <= limit);
+        if (leaves) {
+          window.slot_of[token] = -1;
+          window.token_of[i + j] = -1;
+          usage[i + j] = 0;
+          ++num_leaving;
+        }
+        is_free |= static_cast<unsigned>(token < 0 || leaves) << j;
+        if (!VECTORISED && i + j < num_slots) window.usage[i + j] = usage[i + j];
+      }
+      if (VECTORISED) *reinterpret_cast<int4*>(window.usage + i) = *reinterpret_cast<const int4*>(usage + i);
     }
-    if (is_slot) window.usage[i] = leaves ? 0 : usage[i];
-    const unsigned free_word = __ballot_sync(FULL_WARP, is_slot && (token < 0 || leaves));
-    const unsigned leaving_word = __ballot_sync(FULL_WARP, leaves);
-    if (lane == 0 && i < window.num_slots) free_words[i / WARP] = free_word;
-    if (lane == 0 && leaving_word != 0) atomicAdd(&s.num_evicted, __popc(leaving_word));
+    const int num_free = warp_sum(__popc(is_free));
+    if (lane == 0) s.free[stretch][warp] = num_free;
+    free_slots |= is_free << (OWNED * stretch);
   }
+  num_leaving = warp_sum(num_leaving);
+  if (lane == 0 && num_leaving > 0) atomicAdd(&s.num_evicted, num_leaving);
   const unsigned entering_word = __ballot_sync(FULL_WARP, enters);
-  if (lane == 0) s.entering_words[warp] = entering_word;
+  if (lane == 0) s.entering[warp] = __popc(entering_word);
   __syncthreads();
-  rank_words(free_words, num_words, free_before, &s.num_free);
-  rank_words(s.entering_words, WARPS, s.entering_before, &s.num_entering);
 
   // The ids that enter take the free slots in ascending order.
-  const int num_entering = min(s.num_entering, s.num_free);
-  for (int i = thread; i < window.num_slots; i += THREADS) {
-    if (free_words[i / WARP] >> lane & 1) {
-      const int rank = rank_of(free_words, free_before, i / WARP);
-      if (rank < num_entering) s.free_slots[rank] = i;
+  const Ranking entering = ranking_of(s.entering);
+  int num_free = 0;
+  for (int stretch = 0; stretch < MAX_STRETCHES; ++stretch) {
+    const Ranking ranking = ranking_of(s.free[stretch]);
+    if (num_free + ranking.before < entering.total) {
+      const unsigned is_free = free_slots >> (OWNED * stretch) & ((1u << OWNED) - 1);
+      int rank = num_free + ranking.before + sum_up_to_lane(__popc(is_free)) - __popc(is_free);
+      for (int j = 0; j < OWNED; ++j) {
+        if (is_free >> j & 1) {
+          if (rank < entering.total) s.list[rank] = OWNED * (stretch * THREADS + thread) + j;
+          ++rank;
+        }
+      }
     }
+    num_free += ranking.total;
   }
+  const int num_entering = min(entering.total, num_free);
   __syncthreads();
   if (enters) {
-    const int rank = rank_of(s.entering_words, s.entering_before, warp);
+    const int rank = entering.before + __popc(entering_word & lanes_before());
     if (rank < num_entering) {
-      slot = s.free_slots[rank];
+      slot = s.list[rank];
       changes.rows[rank] = id;
       changes.slots[rank] = slot;
       window.slot_of[id] = slot;

@@ -217,6 +217,20 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   });
 }
 
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return emulator::exchange(value, [](const uint64_t* all, int count) {
+    return static_cast<unsigned>(*std::min_element(all, all + count));
+  });
+}
+
+inline int __reduce_add_sync(unsigned, int value) {
+  return emulator::exchange(emulator::pack(value), [](const uint64_t* all, int count) {
+    int sum = 0;
+    for (int i = 0; i < count; ++i) sum += emulator::unpack<int>(all[i]);
+    return sum;
+  });
+}
+
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) { return emulator::shuffle(value, lane); }
 template <typename T>
@@ -254,7 +268,13 @@ inline void copy_async_16(void* shared, const void* global) {
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0) std::abort();
   std::memcpy(shared, global, 16);
 }
+inline void copy_async_4(void* shared, const void* global) {
+  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 4 != 0) std::abort();
+  std::memcpy(shared, global, 4);
+}
 inline void end_copy_group() {}
+inline void let_next_start() {}
+inline void wait_for_earlier() {}
 template <int LATEST>
 void wait_for_all_but() {}
 

@@ -62,12 +62,17 @@ void emulate_window_update(int* slot_of, int* token_of, int* usage, int* ring, i
                            int ring_length, int num_candidates, int stream, int64_t* rows, int64_t* slots,
                            int* counts) {
   const window_update::Window window = {slot_of, token_of,   usage,     ring,       clock,
-                                        pinned,  vocab_size, num_slots, ring_length};
+                                        pinned,  vocab_size, num_slots, static_cast<unsigned>(ring_length)};
   const window_update::Changes changes = {rows, slots, counts};
   if (window_update::shared_bytes(num_slots) > sizeof emulator::dynamic_shared) std::abort();
-  emulator::launch(dim3(1), dim3(window_update::THREADS),
-                   stream ? window_update::kernel<true> : window_update::kernel<false>, window, candidates,
-                   num_candidates, changes);
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  const bool vectorised = num_slots % 16 == 0 && is_aligned(token_of) && is_aligned(usage) && is_aligned(pinned);
+  int table_size = 1;
+  while (table_size < 2 * num_candidates) table_size *= 2;
+  const auto kernel = stream ? (vectorised ? window_update::kernel<true, true> : window_update::kernel<true, false>)
+                             : (vectorised ? window_update::kernel<false, true> : window_update::kernel<false, false>);
+  emulator::launch(dim3(1), dim3(window_update::THREADS), kernel, window, candidates, num_candidates, table_size,
+                   changes);
 }
 
 void emulate_gather_rows(uint32_t* out, const uint32_t* weight, const int64_t* rows, const int64_t* slots,
