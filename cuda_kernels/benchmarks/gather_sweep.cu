@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(THREADS) vectors(uint4* out, const uint4* weig
        first += gridDim.y * blockDim.x * IN_FLIGHT) {
     uint4 values[IN_FLIGHT];
 #pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i) values[i] = microspec::load_once(weight + row * UNITS + first + i * blockDim.x);
+    for (int i = 0; i < IN_FLIGHT; ++i) values[i] = microspec::load_once(weight + row * UNITS + first + i * blockDim.x, microspec::evict_first());
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) out[slot * UNITS + first + i * blockDim.x] = values[i];
   }

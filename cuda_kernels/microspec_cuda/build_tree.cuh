@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ int parent_of[MAX_NODES];
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
   const int num_kept = num_nodes - 1;
-  let_next_start();
   wait_for_earlier();
 
   uint32_t keys[ITEMS];

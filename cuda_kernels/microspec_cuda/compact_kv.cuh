@@ -22,7 +22,6 @@ template <typename Unit>
 __global__ void __launch_bounds__(THREADS)
     kernel(const __grid_constant__ Buffers buffers, const int64_t* path, const int64_t* start, int path_length,
            int num_heads, int64_t capacity, int units_per_row) {
-  let_next_start();
   wait_for_earlier();
   const int column = blockIdx.x * THREADS + threadIdx.x;
   if (column >= num_heads * units_per_row) return;

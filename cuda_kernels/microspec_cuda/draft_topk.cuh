@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ float tops[WARPS], sums[WARPS];
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
   if (thread < k) best[thread] = NOTHING;
-  let_next_start();
   wait_for_earlier();
 
   Tile<T> tile;

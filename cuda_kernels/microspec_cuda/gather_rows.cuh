@@ -17,7 +17,6 @@ template <typename Unit, typename Index>
 __global__ void __launch_bounds__(THREADS)
     kernel(Unit* out, const Unit* weight, const Index* rows, const Index* slots, const int* count,
            int num_entries, int units_per_row, int64_t num_rows, int64_t num_slots) {
-  let_next_start();
   wait_for_earlier();
   const int entry = blockIdx.x * blockDim.y + threadIdx.y;
   if (entry >= num_entries) return;
@@ -27,12 +26,13 @@ __global__ void __launch_bounds__(THREADS)
   const Unit* source = weight + row * units_per_row;
   Unit* target = out + slot * units_per_row;
   const int step = blockDim.x;
+  const uint64_t policy = evict_first();  // the matrix is far larger than the L2, and what is copied is read soon
   for (int first = blockIdx.y * step * IN_FLIGHT + threadIdx.x; first < units_per_row;
        first += gridDim.y * step * IN_FLIGHT) {
     Unit values[IN_FLIGHT];
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
-      if (first + i * step < units_per_row) values[i] = load_once(source + first + i * step);
+      if (first + i * step < units_per_row) values[i] = load_once(source + first + i * step, policy);
     }
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {

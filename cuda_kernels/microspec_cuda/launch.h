@@ -26,8 +26,8 @@ class Launch {
   // Compute capability of the device, as 90 for 9.0.
   int architecture() const { return architecture_; }
 
-  // Starts a kernel that begins with let_next_start() and wait_for_earlier(), as early as the device can. `cluster`
-  // blocks along x share their memory; `shared_bytes` is dynamic shared memory.
+  // Starts a kernel that calls wait_for_earlier(), as early as the device can. `cluster` blocks along x share their
+  // memory; `shared_bytes` is dynamic shared memory.
   template <typename... Parameters, typename... Arguments>
   void start(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster,
              const Arguments&... arguments) const {

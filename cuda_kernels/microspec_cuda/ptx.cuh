@@ -26,32 +26,35 @@ __device__ __forceinline__ void wait_for_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
 }
 
-// With these two calls at its beginning, in this order, a kernel is started by Launch::start while the one before it
-// in the stream still runs, and costs no latency of a launch. Nothing in global memory is read or written before the
-// second call, which waits until all earlier work is done and seen. Chips before 9.0 start kernels one by one anyway.
-__device__ __forceinline__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
+// A kernel that calls this before it reads or writes global memory may be launched by Launch::start: it is set up while
+// the kernel before it in the stream still runs, and waits here until all earlier work is done and seen. The kernel
+// behind it is then let in, and no sooner: one that does not wait still finds everything done but this.
 __device__ __forceinline__ void wait_for_earlier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Loads what this launch reads once: it takes no room in the L1.
+// A policy of the L2: lines that are loaded with it are the first to go.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Loads what is read once: it takes no room in the L1, and as much in the L2 as the policy says.
 template <typename Unit>
-__device__ __forceinline__ Unit load_once(const Unit* source) {
+__device__ __forceinline__ Unit load_once(const Unit* source, uint64_t policy) {
   return __ldg(source);
 }
 
 template <>
-__device__ __forceinline__ uint4 load_once<uint4>(const uint4* source) {
+__device__ __forceinline__ uint4 load_once<uint4>(const uint4* source, uint64_t policy) {
   uint4 data;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-               : "l"(source));
+               : "l"(source), "l"(policy));
   return data;
 }
 

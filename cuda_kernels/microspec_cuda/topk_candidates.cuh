@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(THREADS, 2) kernel(const T* logits, int64_t* i
   auto cluster = cooperative_groups::this_cluster();
   auto all_started = cluster.barrier_arrive();  // a block's memory can be written from when it runs
 #endif
-  let_next_start();
   wait_for_earlier();
   const T* row = logits + static_cast<int64_t>(blockIdx.y) * num_columns;
   if (thread < k) best[thread] = NOTHING;

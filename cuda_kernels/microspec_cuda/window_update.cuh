@@ -18,11 +18,12 @@ constexpr int MAX_SLOTS = 8192;
 constexpr int OWNED = 4;  // slots of a thread, one behind the other
 constexpr int MAX_STRETCHES = MAX_SLOTS / (OWNED * THREADS);
 constexpr int TABLE = 2 * MAX_CANDIDATES;
-constexpr int BINS = 2 * THREADS;
-constexpr int BIN_BITS = 11;
+constexpr int BIN_BITS = 13;
+constexpr int BINS = 1 << BIN_BITS;
+constexpr int OWN_BINS = BINS / THREADS;
 
 static_assert(WARPS == WARP, "one lane for each warp's count");
-static_assert(1 << BIN_BITS == BINS, "a bin is what these bits say");
+static_assert(OWN_BINS % 4 == 0, "a thread clears and reads its bins by 16 bytes");
 
 struct Window {
   int* slot_of;       // [vocab_size]
@@ -59,7 +60,7 @@ struct Table {
 
 struct alignas(16) Scratch {
   Table table;
-  int histogram[BINS];
+  alignas(16) int histogram[BINS];
   int list[MAX_CANDIDATES];  // of positions, later of free slots
   int entries[WARPS], entering[WARPS], free[MAX_STRETCHES][WARPS], totals[WARPS];  // counts of each warp
   int oldest[WARPS];  // position that each warp has seen
@@ -69,8 +70,26 @@ struct alignas(16) Scratch {
 
 __host__ __device__ constexpr int rounded_up(int num_slots) { return (num_slots + 15) / 16 * 16; }
 
+static_assert(sizeof(Scratch) <= 64 * 1024, "what `supports` reckons with");
+
 // Dynamic shared memory: Scratch, then usage and token of the slots, then whether they are pinned, in bytes.
 __host__ inline size_t shared_bytes(int num_slots) { return sizeof(Scratch) + 9 * rounded_up(num_slots); }
+
+// Four slots that a thread owns, read from shared memory at once.
+struct Owned {
+  alignas(16) int usage[OWNED];
+  alignas(16) int token[OWNED];
+  unsigned pinned;  // a byte each
+
+  __device__ __forceinline__ Owned(const int* all_usage, const int* token_of, const unsigned char* all_pinned, int i) {
+    *reinterpret_cast<int4*>(usage) = *reinterpret_cast<const int4*>(all_usage + i);
+    *reinterpret_cast<int4*>(token) = *reinterpret_cast<const int4*>(token_of + i);
+    pinned = *reinterpret_cast<const unsigned*>(all_pinned + i);
+  }
+  __device__ __forceinline__ bool is_pinned(int j) const { return pinned >> 8 * j & 255; }
+  // Whether it holds an id that may leave.
+  __device__ __forceinline__ bool is_loose(int j) const { return token[j] >= 0 && !is_pinned(j); }
+};
 
 struct Ranking {
   int before, total;
@@ -91,6 +110,13 @@ __device__ __forceinline__ int sum_up_to_lane(int count) {
   return count;
 }
 
+__device__ __forceinline__ void clear_own_bins(Scratch& s) {
+#pragma unroll
+  for (int i = 0; i < OWN_BINS; i += 4) {
+    *reinterpret_cast<int4*>(s.histogram + OWN_BINS * threadIdx.x + i) = int4{0, 0, 0, 0};
+  }
+}
+
 // The n-th smallest, from 1, of the positions that `for_each` visits; all are >= first and < bound.
 //
 // A histogram says in which bin it lies. The bin's positions, few as they differ, are listed and ranked by counting;
@@ -106,21 +132,33 @@ __device__ int nth_smallest(Scratch& s, int n, int first, int64_t bound, ForEach
       if (position >= first && bin < BINS) atomicAdd(&s.histogram[bin], 1);
     });
     __syncthreads();
-    const int lower = s.histogram[2 * thread], both = lower + s.histogram[2 * thread + 1];
-    const int total = warp_sum(both);
+    alignas(16) int counts[OWN_BINS];
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < OWN_BINS; i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(s.histogram + OWN_BINS * thread + i);
+      *reinterpret_cast<int4*>(counts + i) = four;
+      own += four.x + four.y + four.z + four.w;
+    }
+    const int total = warp_sum(own);
     if (thread % WARP == 0) s.totals[warp] = total;
     __syncthreads();
     const int before = ranking_of(s.totals).before;
     if (before < n && n <= before + total) {  // one warp holds the bin
-      const int left = n - (before + sum_up_to_lane(both) - both);
-      if (left >= 1 && left <= both) {
-        const bool is_upper = left > lower;
-        s.bin = 2 * thread + is_upper;
-        s.num_in_bin = is_upper ? both - lower : lower;
-        s.nth = is_upper ? left - lower : left;
+      int left = n - (before + sum_up_to_lane(own) - own);
+      if (left >= 1 && left <= own) {  // one thread does
+#pragma unroll
+        for (int i = 0; i < OWN_BINS; ++i) {
+          if (left >= 1 && left <= counts[i]) {
+            s.bin = OWN_BINS * thread + i;
+            s.num_in_bin = counts[i];
+            s.nth = left;
+          }
+          left -= counts[i];
+        }
       }
     }
-    s.histogram[2 * thread] = s.histogram[2 * thread + 1] = 0;
+    clear_own_bins(s);
     __syncthreads();
     first += s.bin << shift;
     n = s.nth;
@@ -157,12 +195,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   unsigned char* pinned = reinterpret_cast<unsigned char*>(token_of + num_padded);
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
 
-  let_next_start();
   for (int i = thread; i < table_size; i += THREADS) {
     s.table.ids[i] = s.table.last[i] = -1;
     s.table.occurrences[i] = 0;
   }
-  if (!STREAM) s.histogram[2 * thread] = s.histogram[2 * thread + 1] = 0;
+  if (!STREAM) clear_own_bins(s);
   if (thread == 0) s.num_evicted = s.num_listed = 0;
   wait_for_earlier();
 
@@ -207,9 +244,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     int num_free = 0;
     unsigned oldest = 0x7fffffff;
     for (int i = OWNED * thread; i < num_padded; i += OWNED * THREADS) {
-      for (int j = i; j < i + OWNED; ++j) {
-        num_free += token_of[j] < 0;
-        if (token_of[j] >= 0 && !pinned[j]) oldest = min(oldest, static_cast<unsigned>(usage[j]));
+      const Owned slots(usage, token_of, pinned, i);
+#pragma unroll
+      for (int j = 0; j < OWNED; ++j) {
+        num_free += slots.token[j] < 0;
+        if (slots.is_loose(j)) oldest = min(oldest, static_cast<unsigned>(slots.usage[j]));
       }
     }
     num_free = warp_sum(num_free);
@@ -254,8 +293,10 @@ __global__ void __launch_bounds__(THREADS, 1)
       limit = nth_smallest(s, excess, first, clock + entry.total, [&](auto&& visit) {
         if (is_new) visit(position);
         for (int i = OWNED * thread; i < num_padded; i += OWNED * THREADS) {
-          for (int j = i; j < i + OWNED; ++j) {
-            if (token_of[j] >= 0 && !pinned[j]) visit(usage[j]);
+          const Owned slots(usage, token_of, pinned, i);
+#pragma unroll
+          for (int j = 0; j < OWNED; ++j) {
+            if (slots.is_loose(j)) visit(slots.usage[j]);
           }
         }
       });
@@ -270,19 +311,20 @@ __global__ void __launch_bounds__(THREADS, 1)
   for (int i = OWNED * thread, stretch = 0; stretch < MAX_STRETCHES; i += OWNED * THREADS, ++stretch) {
     unsigned is_free = 0;
     if (i < num_padded) {
+      Owned slots(usage, token_of, pinned, i);
+#pragma unroll
       for (int j = 0; j < OWNED; ++j) {
-        const int token = token_of[i + j];
-        const bool leaves = token >= 0 && !pinned[i + j] && (STREAM ? usage[i + j] == 0 : usage[i + j] <= limit);
+        const bool leaves = slots.is_loose(j) && (STREAM ? slots.usage[j] == 0 : slots.usage[j] <= limit);
+        is_free |= static_cast<unsigned>(slots.token[j] < 0 || leaves) << j;
         if (leaves) {
-          window.slot_of[token] = -1;
+          window.slot_of[slots.token[j]] = -1;
           window.token_of[i + j] = -1;
-          usage[i + j] = 0;
+          slots.usage[j] = 0;
           ++num_leaving;
         }
-        is_free |= static_cast<unsigned>(token < 0 || leaves) << j;
-        if (!VECTORISED && i + j < num_slots) window.usage[i + j] = usage[i + j];
+        if (!VECTORISED && i + j < num_slots) window.usage[i + j] = slots.usage[j];
       }
-      if (VECTORISED) *reinterpret_cast<int4*>(window.usage + i) = *reinterpret_cast<const int4*>(usage + i);
+      if (VECTORISED) *reinterpret_cast<int4*>(window.usage + i) = *reinterpret_cast<const int4*>(slots.usage);
     }
     const int num_free = warp_sum(__popc(is_free));
     if (lane == 0) s.free[stretch][warp] = num_free;

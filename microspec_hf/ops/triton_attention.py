@@ -15,6 +15,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from microspec_hf.ops.triton_launch import started_early, wait_for_earlier
+
 MAX_SPLITS = 64
 
 
@@ -67,6 +69,7 @@ def tree_attention(
     splits = min(MAX_SPLITS, max(1, tiles.waves * _num_processors(query.device) // blocks))
     splits = 1 << (splits.bit_length() - 1)
     width = max(16, triton.next_power_of_2(head_dim))
+    early = started_early(query.device)
     partial = query.new_empty(batch * num_heads * num_rows, splits, head_dim + 2, dtype=torch.float32)
     output = query.new_empty(batch, num_rows, num_heads, head_dim)
     if keys.stride() != values.stride() or keys.stride(3) != 1 or query.stride(3) != 1:
@@ -103,9 +106,10 @@ def tree_attention(
         HAS_SOFTCAP=softcap > 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **early,
     )
     _add_up[(batch * num_rows, num_heads)](
-        partial, output, HEADS=num_heads, T=num_rows, D=head_dim, WIDTH=width, SPLITS=splits, num_warps=1
+        partial, output, HEADS=num_heads, T=num_rows, D=head_dim, WIDTH=width, SPLITS=splits, num_warps=1, **early
     )
     return output
 
@@ -141,8 +145,10 @@ def _attend(  # type: ignore[no-untyped-def, unused-ignore]
     SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """One split of one tile of rows: maximum, sum and weighted values, [heads, T, SPLITS, D + 2] in float32."""
+    wait_for_earlier(EARLY)
     batch = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(2)
@@ -240,7 +246,9 @@ def _add_up(  # type: ignore[no-untyped-def, unused-ignore]
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    wait_for_earlier(EARLY)
     batch = tl.program_id(0) // T
     t = tl.program_id(0) % T
     head = tl.program_id(1)
@@ -289,6 +297,7 @@ def write_rows(
         WIDTH=triton.next_power_of_2(head_dim),
         SHARED=rows.shape[0] == 1,
         num_warps=1,
+        **started_early(keys.device),
     )
     return buffers
 
@@ -313,7 +322,9 @@ def _write_rows(  # type: ignore[no-untyped-def, unused-ignore]
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARED: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    wait_for_earlier(EARLY)
     batch = tl.program_id(0) // T
     t = tl.program_id(0) % T
     head = tl.program_id(1)

@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from microspec_hf.ops.beam import Beam
+from microspec_hf.ops.triton_launch import started_early, wait_for_earlier
 
 MAX_CHILDREN = 256
 """All of which are compared with one another."""
@@ -32,6 +33,7 @@ def grow_beam(
         K=k,
         CHILDREN=triton.next_power_of_2(k * k),
         num_warps=8,
+        **started_early(scores.device),
     )
     return grown
 
@@ -57,7 +59,9 @@ def _grow_beam(  # type: ignore[no-untyped-def, unused-ignore]
     new_ancestors,
     K: tl.constexpr,
     CHILDREN: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    wait_for_earlier(EARLY)
     child = tl.arange(0, CHILDREN)
     is_child = child < K * K
     row = child // K
@@ -90,13 +94,22 @@ def slot_tokens(scores: Tensor, slots: Tensor, token_of: Tensor) -> Tensor:
     tokens = torch.empty_like(slots)
     size = slots.numel()
     _slot_tokens[(triton.cdiv(size, 128),)](
-        scores.contiguous(), slots.contiguous(), token_of, tokens, SIZE=size, num_warps=1
+        scores.contiguous(),
+        slots.contiguous(),
+        token_of,
+        tokens,
+        SIZE=size,
+        num_warps=1,
+        **started_early(scores.device),
     )
     return tokens
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _slot_tokens(scores, slots, token_of, tokens, SIZE: tl.constexpr):  # type: ignore[no-untyped-def, unused-ignore]
+def _slot_tokens(  # type: ignore[no-untyped-def, unused-ignore]
+    scores, slots, token_of, tokens, SIZE: tl.constexpr, EARLY: tl.constexpr = False
+):
+    wait_for_earlier(EARLY)
     i = tl.program_id(0) * 128 + tl.arange(0, 128)
     is_there = i < SIZE
     score = tl.load(scores + i, mask=is_there, other=float("-inf"))
@@ -127,6 +140,7 @@ def accept_path(
         MOST_SLOTS=triton.next_power_of_2(num_slots),
         MOST_NODES=MAX_NODES,
         num_warps=1,
+        **started_early(tokens.device),
     )
     return path, emitted, num_accepted
 
@@ -145,7 +159,9 @@ def _accept_path(  # type: ignore[no-untyped-def, unused-ignore]
     SLOTS: tl.constexpr,
     MOST_SLOTS: tl.constexpr,
     MOST_NODES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    wait_for_earlier(EARLY)
     node = tl.arange(0, MOST_NODES)
     is_node = node < N
     token = tl.load(tokens + node, mask=is_node, other=-1)

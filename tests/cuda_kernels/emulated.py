@@ -97,17 +97,12 @@ def functions(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         return rows, slots, counts
 
     def gather_rows(out: Tensor, weight: Tensor, rows: Tensor, slots: Tensor, count: Tensor) -> None:
-        units = weight[0].numel()
-        width = 1
-        while width < 128 and width * 4 < units:
-            width *= 2
         library.emulate_gather_rows(
             *map(pointer, (out, weight, rows, slots, count)),
             len(rows),
-            units,
+            weight[0].numel(),
             ctypes.c_int64(len(weight)),
             ctypes.c_int64(len(out)),
-            width,
         )
 
     def compact_kv(buffers: list[Tensor], path: Tensor, start: Tensor) -> None:

@@ -92,6 +92,11 @@ def test_window_update(vocab_size: int, num_slots: int, num_pinned: int, num_can
     parity.TestWindowUpdate().test_long_runs(CPU, vocab_size, num_slots, num_pinned, num_candidates, stream)
 
 
+@pytest.mark.parametrize("num_old", [1, 100, 300])
+def test_window_update_of_ids_that_were_last_seen_long_ago(num_old: int) -> None:
+    parity.TestWindowUpdate().test_ids_that_were_last_seen_long_ago(CPU, num_old)
+
+
 @pytest.mark.parametrize("width", [(), (3,), (64,), (1000,)], ids=str)
 def test_gather_rows(width: tuple[int, ...]) -> None:
     parity.TestGatherRows().test_rows(CPU, torch.float32, width, torch.int64)

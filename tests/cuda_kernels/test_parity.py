@@ -264,6 +264,22 @@ class TestWindowUpdate:
             state = results[3:8]
         assert int(state[4]) > 20 * num_candidates
 
+    @pytest.mark.parametrize("num_old", [1, 100, 300])
+    def test_ids_that_were_last_seen_long_ago(self, device: torch.device, num_old: int) -> None:
+        """Recency is spread over millions of places, and nearly all of it lies in a few thousand."""
+        vocab_size, num_slots, clock = 20000, 3072, 40_000_000
+        generator = torch.Generator().manual_seed(num_old)
+        token_of = torch.randperm(vocab_size, generator=generator)[:num_slots].int()
+        slot_of = torch.full((vocab_size,), -1, dtype=torch.int32)
+        slot_of[token_of.long()] = torch.arange(num_slots, dtype=torch.int32)
+        usage = clock - 1 - torch.randperm(5000, generator=generator)[:num_slots].int()
+        usage[:num_old] = 7 * torch.randperm(1000, generator=generator)[:num_old].int()
+        ring, pinned = torch.full((0,), -1, dtype=torch.int32), torch.zeros(num_slots, dtype=torch.bool)
+        candidates = torch.randperm(vocab_size, generator=generator)[:240]
+        state = [slot_of, token_of, usage, ring, torch.tensor([clock])]
+        results = compare("window_update", device, *state, candidates, pinned, False)
+        assert int(results[2][0]) > 150
+
     @given(data=st.data())
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_small_windows(self, device: torch.device, data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ Calls that a kernel does not take (another dtype, more columns than a block hold
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ MAX_K = 64
 MAX_TREE_CANDIDATES = 4096
 MAX_WINDOW_CANDIDATES = 1024
 MAX_WINDOW_SLOTS = 8192
+WINDOW_SCRATCH, WINDOW_SLOT = 64 * 1024, 9  # bytes of shared memory: at most, and of each slot
 MAX_PATH = 16
 
 _LOGITS = (torch.float16, torch.bfloat16, torch.float32)
@@ -109,8 +111,17 @@ def _supports_window_update(
     return (
         candidates.shape[0] <= MAX_WINDOW_CANDIDATES
         and token_of.shape[0] <= MAX_WINDOW_SLOTS
+        and WINDOW_SCRATCH + WINDOW_SLOT * token_of.shape[0] <= _shared_memory(token_of.device)
         and candidates.is_contiguous()
     )
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _supports_compact_kv(buffers: list[Tensor], path: Tensor, start: Tensor) -> bool:

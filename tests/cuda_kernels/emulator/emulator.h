@@ -273,12 +273,12 @@ inline void copy_async_4(void* shared, const void* global) {
   std::memcpy(shared, global, 4);
 }
 inline void end_copy_group() {}
-inline void let_next_start() {}
 inline void wait_for_earlier() {}
 template <int LATEST>
 void wait_for_all_but() {}
 
 template <typename Unit>
-Unit load_once(const Unit* source) { return *source; }
+Unit load_once(const Unit* source, uint64_t) { return *source; }
+inline uint64_t evict_first() { return 0; }
 
 }  // namespace microspec

@@ -76,7 +76,9 @@ void emulate_window_update(int* slot_of, int* token_of, int* usage, int* ring, i
 }
 
 void emulate_gather_rows(uint32_t* out, const uint32_t* weight, const int64_t* rows, const int64_t* slots,
-                         const int* count, int entries, int units, int64_t num_rows, int64_t num_slots, int width) {
+                         const int* count, int entries, int units, int64_t num_rows, int64_t num_slots) {
+  int width = 1;
+  while (width < gather_rows::THREADS && width * gather_rows::IN_FLIGHT < units) width *= 2;
   const int height = gather_rows::THREADS / width, step = width * gather_rows::IN_FLIGHT;
   emulator::launch(dim3((entries + height - 1) / height, (units + step - 1) / step), dim3(width, height),
                    gather_rows::kernel<uint32_t, int64_t>, out, weight, rows, slots, count, entries, units, num_rows,
