@@ -116,7 +116,7 @@ def _bench_table(bench: dict[str, Any] | None) -> str:
     caption = (
         f"`microspec bench` on {bench['provenance']['device']}: {bench['label']}, "
         f"{_argument(bench, 'dtype')}, batch 1, greedy, {_argument(bench, 'max_new_tokens')} new tokens, "
-        f"{_argument(bench, 'repeats')} measured pass over the prompts; milliseconds of a round and its parts:"
+        f"{_argument(bench, 'repeats')} measured passes over the prompts; milliseconds of a round and its parts:"
     )
     ratio = "x static" if base == "plain-static-compiled" else f"x {base}"
     header = ["arm", "tok/s", "without prefill", ratio, "tokens a round", "round", "draft", "verify", "rest"]
