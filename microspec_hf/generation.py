@@ -39,7 +39,7 @@ from microspec_hf.hf import (
     refuse_processors_of_batch,
     refuse_request,
 )
-from microspec_hf.loop import Record
+from microspec_hf.loop import Record, read
 from microspec_hf.pace import Pace
 from microspec_hf.sessions import AHEAD_ROWS, Plan, open_sessions
 from microspec_hf.stats import SpeculationStats
@@ -207,10 +207,10 @@ def generate(
     )
     with open_sessions(target, plan) as sessions:
         import_cache(cache, sessions[0].cache)
-        texts, rest = write(sessions, rows, config, stops, streamer, record, pace)
-        if len(texts) == 1:
-            export_cache(rest, texts[0].length - 1, cache)
-    return _output(texts, input_ids, generation_config, cache if len(texts) == 1 else None)
+        texts = write(sessions, rows, config, stops, streamer, record, pace)
+        sequences = _sequences(texts, input_ids, generation_config)
+        _fill(cache, target, texts, sequences, input_ids.shape[1])
+    return _output(texts, sequences, generation_config, cache)
 
 
 def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[Tensor | None, Tensor]]:
@@ -314,9 +314,7 @@ def _load_once(model: PreTrainedModel, source: Drafter, target: Target) -> Eagle
     return loaded[key]
 
 
-def _output(
-    texts: Sequence[Progress], input_ids: Tensor, config: GenerationConfig, cache: Cache | None
-) -> MicroSpecOutput | Tensor:
+def _sequences(texts: Sequence[Progress], input_ids: Tensor, config: GenerationConfig) -> Tensor:
     pad = config._pad_token_tensor
     longest = max(len(text.new_ids) for text in texts)
     fill = 0 if pad is None else int(pad)
@@ -324,7 +322,30 @@ def _output(
     for prompt, text in zip(input_ids, texts, strict=True):
         new = text.new_ids
         rows.append(torch.cat([prompt, new, new.new_full((longest - new.shape[0],), fill)]))
-    sequences = torch.stack(rows)
+    return torch.stack(rows)
+
+
+def _fill(cache: Cache, target: Target, texts: Sequence[Progress], sequences: Tensor, prompt_width: int) -> None:
+    """Leave in the call's cache what plain `generate` does: rows of all tokens but the last of the longest text.
+
+    Where a text ended before it, plain `generate` goes on to read padding, and so does the target here.
+    """
+    length = sequences.shape[1] - 1
+    caches, padding = [], []
+    for text, ids in zip(texts, sequences, strict=True):
+        assert text.cache is not None
+        text.cache.length = text.length - 1
+        left = prompt_width - text.text.state.prompt_length
+        if unread := length - left - text.cache.length:
+            read(target, ids[length - unread : length], text.cache)
+        caches.append(text.cache)
+        padding.append(left)
+    export_cache(caches, padding, length, cache)
+
+
+def _output(
+    texts: Sequence[Progress], sequences: Tensor, config: GenerationConfig, cache: Cache
+) -> MicroSpecOutput | Tensor:
     if not config.return_dict_in_generate:
         return sequences
     text = texts[0]

@@ -94,16 +94,9 @@ def prefill(target: Target, text: Text, prompt: Tensor, cache: TreeCache, chunk:
     layers: list[tuple[Tensor, ...]] = []
     hidden = prompt.new_empty(0)
     for start in range(begin, length, chunk):
-        tokens = prompt[start : start + chunk]
-        end = start + tokens.shape[0]
-        columns = torch.arange(end, device=prompt.device)
-        positions = columns[start:]
-        visible = torch.where(columns <= positions[:, None], columns, -1)
-        cache.prepare(positions[None], end)
-        rows, every_layer = target.forward(tokens[None], positions[None], visible[None], cache, record.hidden_states)
-        hidden = rows[0]
+        hidden, every_layer = read(target, prompt[start : start + chunk], cache, record.hidden_states)
+        end = cache.length
         layers.append(every_layer)
-        cache.length = end
         candidates += _prompt_candidates(target, hidden, drafter.vocabulary.prompt_candidates)
         following = prompt[start + 1 : end + 1].to(drafter.device)
         drafter.feed(hidden[: following.shape[0]], following)
@@ -125,6 +118,20 @@ def prefill(target: Target, text: Text, prompt: Tensor, cache: TreeCache, chunk:
         scores=scores if record.scores else None,
         hidden_states=tuple(torch.cat(parts, dim=1)[0] for parts in zip(*layers, strict=True)),
     )
+
+
+def read(
+    target: Target, tokens: Tensor, cache: TreeCache, every_layer: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Let the target read int64 `[T]` behind the text in a cache: hidden rows `[T, H]`, and of every layer if asked."""
+    start, end = cache.length, cache.length + tokens.shape[0]
+    columns = torch.arange(end, device=tokens.device)
+    positions = columns[start:]
+    visible = torch.where(columns <= positions[:, None], columns, -1)
+    cache.prepare(positions[None], end)
+    rows, layers = target.forward(tokens[None], positions[None], visible[None], cache, every_layer)
+    cache.length = end
+    return rows[0], layers
 
 
 @dataclass(frozen=True)

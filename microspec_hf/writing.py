@@ -29,12 +29,14 @@ class Progress:
         stops: the stopping criteria.
         streamer: gets each token that is kept.
         length: tokens that are kept so far, the prompt included.
+        cache: once it has ended, holds the rows of all its tokens but the last.
     """
 
     text: Text
     stops: Stops
     streamer: Any
     length: int
+    cache: TreeCache | None = None
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     hidden_states: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -106,8 +108,8 @@ def write(
     streamer: Any,
     record: Record,
     pace: Pace,
-) -> tuple[list[Progress], TreeCache]:
-    """Write all texts side by side; those that end leave the batch. Also the cache of those that ended last."""
+) -> list[Progress]:
+    """Write all texts side by side; those that end leave the batch."""
     started = time.perf_counter()
     target, rounds = sessions[0].target, sessions[0].rounds
     everyone, active, waiting = [], [], []
@@ -117,7 +119,9 @@ def write(
         emission = prefill(target, text, prompt, session.cache, config.prefill_chunk, record)
         progress.stats = SpeculationStats(num_levels=text.drafter.tree.num_levels, tree=text.drafter.tree.to_dict())
         everyone.append(progress)
-        if not progress.take(emission):
+        if progress.take(emission):
+            progress.cache = session.cache
+        else:
             active.append(progress)
             waiting.append(session.cache)
     prefilled = time.perf_counter()
@@ -147,6 +151,9 @@ def write(
             else:
                 progress.stats.plain_steps += 1
         going = [not p.take(emission) for p, emission in zip(active, emissions, strict=True)]
+        for row, (progress, goes) in enumerate(zip(active, going, strict=True)):
+            if not goes:
+                progress.cache = joint if len(everyone) == 1 else joint.text(row)
         if any(going) and not all(going):
             joint.keep([row for row, goes in enumerate(going) if goes])
         active = [progress for progress, goes in zip(active, going, strict=True) if goes]
@@ -156,4 +163,4 @@ def write(
         progress.stats.is_captured = rounds.run_ahead
         progress.stats.prefill_seconds = prefilled - started
         progress.stats.decode_seconds = time.perf_counter() - prefilled
-    return everyone, joint
+    return everyone

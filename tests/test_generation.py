@@ -48,6 +48,7 @@ from tests.doubles import (
     speculate,
     wrong,
 )
+from tests.promises.support import same_cache
 from tests.tiny import TINY_MODELS, tiny_llama, tiny_mistral
 
 NUM_NEW_TOKENS = 24
@@ -543,12 +544,21 @@ def test_batch_of_unequal_prompts(name: str, arguments: dict[str, Any]) -> None:
     model = target(name, "sdpa")
     prompts = [random_prompt(model, length, seed=length) for length in (3, 8, 1)]
     ids, mask = padded_batch(prompts)
-    expected = plain(model, ids, attention_mask=mask, pad_token_id=0, **arguments)
-    texts = [row[-length - (expected.shape[1] - 8) :].tolist() for row, length in zip(expected, (3, 8, 1), strict=True)]
+    ask = arguments | {"attention_mask": mask, "pad_token_id": 0, "return_dict_in_generate": True}
+    expected = plain(model, ids, **ask)
+    new = expected.sequences.shape[1] - 8
+    texts = [row[-length - new :].tolist() for row, length in zip(expected.sequences, (3, 8, 1), strict=True)]
     for script in (perfect, last_branch_right):
         with scripted(script, texts):
-            got = speculate(model, ids, attention_mask=mask, pad_token_id=0, **arguments)
-        assert got.tolist() == expected.tolist()
+            got = speculate(model, ids, **ask)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        same_cache(expected, got, padding=(5, 0, 7))
+        # A next call goes on as behind plain generate, also where a row had ended early and padding follows its end.
+        longer = torch.cat([got.sequences, torch.stack([p[0, :1].repeat(3) for p in prompts])], dim=1)
+        further = {"attention_mask": torch.nn.functional.pad(mask, (0, new + 3), value=1), "pad_token_id": 0}
+        field, cache = cache_of(got)
+        after = plain(model, longer, max_new_tokens=5, **further)
+        assert plain(model, longer, max_new_tokens=5, **further, **{field: cache}).tolist() == after.tolist()
 
 
 def test_rows_of_a_batch_are_the_rows_alone() -> None:
@@ -579,8 +589,10 @@ def test_a_batch_is_one_target_pass_a_round_and_shrinks_as_rows_end() -> None:
         got = speculate(model, ids, return_dict_in_generate=True, **arguments)
     hook.remove()
     assert got.sequences.tolist() == expected.tolist()
-    prefills, rounds = shapes[:3], shapes[3:]
+    prefills, rounds, behind = shapes[:3], shapes[3:-1], shapes[-1]
     assert prefills == [(1, 3), (1, 8), (1, 5)]
+    # One pass reads the padding behind the text that ended early: plain `generate` leaves its rows in the cache, too.
+    assert behind == (1, 40 - min(stats.new_tokens for stats in got.stats))
     sizes = [size for size, _ in rounds]
     assert sizes == sorted(sizes, reverse=True)
     assert len(rounds) == max(stats.rounds for stats in got.stats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +159,15 @@ class TreeCache(Cache):
             layer.take([part.keys for part in parts], [part.values for part in parts])
         return joint
 
+    def text(self, text: int) -> TreeCache:
+        """A copy of one text's rows."""
+        alone = TreeCache(len(self.rows_of), self.capacity)
+        alone.length = self.length
+        for layer, its in zip(self.rows_of, alone.rows_of, strict=True):
+            if layer.keys is not None and layer.values is not None:
+                its.take([layer.keys[text : text + 1]], [layer.values[text : text + 1]])
+        return alone
+
     def keep(self, texts: Sequence[int]) -> None:
         """Drop all texts but these, which are renumbered in this order."""
         for layer in self.rows_of:
@@ -192,13 +201,27 @@ def import_cache(source: Cache, cache: TreeCache) -> None:
     cache.length = length
 
 
-def export_cache(cache: TreeCache, length: int, target: Cache) -> None:
-    """Append the first text's rows up to `length` to those that a cache of `generate` holds."""
+def export_cache(caches: Sequence[TreeCache], padding: Sequence[int], length: int, target: Cache) -> None:
+    """Append the rows of texts, one in each cache, to those that a cache of `generate` holds.
+
+    Args:
+        caches: their first texts are the batch.
+        padding: for each text, columns of padding on its left, whose rows are zeros: no mask lets them be seen.
+        length: rows that `target` then has, the padding included.
+        target: is filled.
+    """
     first = int(target.get_seq_length())
-    for index, layer in enumerate(cache.rows_of):
-        if layer.keys is not None and layer.values is not None and length > first:
-            keys, values = (buffer[:1, :, first:length].clone() for buffer in (layer.keys, layer.values))
-            target.update(keys, values, index)
+    if length <= first:
+        return
+
+    def joined(buffers: Sequence[Tensor]) -> Tensor:
+        rows = [buffer[:1, :, first : length - left] for buffer, left in zip(buffers, padding, strict=True)]
+        return torch.cat([nn.functional.pad(r, (0, 0, p, 0)) if p else r for r, p in zip(rows, padding, strict=True)])
+
+    for index, layers in enumerate(zip(*(cache.rows_of for cache in caches), strict=True)):
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        if keys[0] is not None:
+            target.update(joined(cast(list[Tensor], keys)), joined(cast(list[Tensor], values)), index)
 
 
 def refuse_cache(cache: Cache, num_tokens: int) -> None:

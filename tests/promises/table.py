@@ -45,7 +45,6 @@ class Row:
         case: tells several rows of one name apart.
         words: refused: what its sentence says.
         open: a fault of ours that is known: what happens instead of what is promised.
-        open_cache: likewise, of the cache that is returned.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Row:
     case: str = ""
     words: tuple[str, ...] = ()
     open: str | None = None
-    open_cache: str | None = None
 
     @property
     def id(self) -> str:
@@ -339,7 +337,6 @@ ARGUMENTS = [
         "attention_mask",
         padded,
         without=lambda s: padded(s) | {"attention_mask": None, "pad_token_id": None},
-        open_cache="it lacks the rows of the padding, with which the next call's attention_mask counts",
     ),
     refused(
         "attention_mask",
