@@ -40,6 +40,8 @@ for tool in memcheck racecheck; do
     echo "$tool: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/sanitizer_$tool.txt" || tail -3 "$out/sanitizer_$tool.txt")"
 done
 
+cat "$out/tests.txt" "$out"/sanitizer_*.txt > "$out/gpu_kernel_tests.txt"
+
 if [ "$status" -ne 0 ]; then
     echo "A check failed (exit code $status): no times are measured."
     exit "$status"

@@ -2,8 +2,9 @@
 
     python examples/static_list.py --answers my-drafter.work/answers --vocab-size 49152 --output ids.json
 
-Answers are counted and prompts are not (VocabTrim). FR-Spec counts a corpus instead: see
-`microspec_hf.vocabulary.count_token_ids`.
+Answers are counted and prompts are not (VocabTrim). How many ids are kept is a choice: so many (`--size`), as many as
+make up a share of all tokens (`--coverage 0.99`), or those that occur so often (`--min_count 5`). FR-Spec counts a
+corpus instead: see `microspec_hf.vocabulary.count_token_ids`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class Arguments:
     vocab_size: int = option("Rows of the target's LM head.")
     output: str = option("The list: .json, or .pt as FR-Spec writes it.")
     size: int | None = option("Length of the list (default: every token that occurs).", default=None)
+    coverage: float = option("Share of all tokens that the list makes up.", default=1.0)
+    min_count: int = option("How often a token has to occur.", default=1)
 
 
 def main(arguments: Arguments) -> None:
     """Count, and write the list."""
     answers = answers_of(load_responses(Path(arguments.answers)))
-    ids = count_token_ids(answers, arguments.vocab_size, arguments.size)
+    ids = count_token_ids(
+        answers, arguments.vocab_size, arguments.size, coverage=arguments.coverage, min_count=arguments.min_count
+    )
     save_token_ids(arguments.output, ids)
     print(f"Wrote {len(ids)} token ids, most frequent first, to {arguments.output}")
 

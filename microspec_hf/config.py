@@ -87,6 +87,10 @@ class VocabularyConfig:
             ids, which never do.
         router: coral, dynaspec: folder of the trained router, see `examples/train_router.py`.
         overlap: dynamic: copy new rows on a side stream, beside the drafter's first pass (MicroSpec section 4.2).
+        packed: dynamic: keep active rows side by side and copy only those that enter. Off, each drafter pass reads all
+            of them from the LM head by their ids, as in the paper's ablation.
+        prompt: dynamic: begin with the prompt's ids and the target's top ids of its positions. Off, the paper's
+            ablation in which only drafts and verified nodes bring ids in.
     """
 
     kind: Literal["full", "static", "dynamic", "coral", "dynaspec"] = "dynamic"
@@ -100,6 +104,8 @@ class VocabularyConfig:
     floor: int = 0
     router: str | None = None
     overlap: bool = True
+    packed: bool = True
+    prompt: bool = True
 
     def __post_init__(self) -> None:
         _require_choice(self, "kind", ("full", "static", "dynamic", "coral", "dynaspec"))
@@ -110,6 +116,8 @@ class VocabularyConfig:
         if self.verify_candidates is not None:
             _require_int(self, "verify_candidates", low=0)
         _require_int(self, "floor", low=0)
+        for name in ("overlap", "packed", "prompt"):
+            _require_choice(self, name, (True, False))
         if isinstance(self.token_ids, Iterable):  # a JSON list as well
             object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
         if self.kind == "static" and not self.token_ids:
@@ -214,7 +222,7 @@ def _require_int(config: object, name: str, low: int, high: int | None = None) -
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}.")
 
 
-def _require_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+def _require_choice(config: object, name: str, choices: tuple[str | bool, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -10,7 +10,7 @@
     microspec                 the defaults
 
 A SIZE is a number of rows of the LM head, such as 512 or 16k (16,384). Options follow behind colons:
-`microspec:max_rows=1024:verify_nodes=path`, `eagle2:depth=3:nodes=30`.
+`microspec:max_rows=1024:verify_nodes=path`, `microspec:packed=off`, `eagle2:depth=3:nodes=30`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from microspec_hf.config import MicroSpecConfig, TreeConfig, VocabularyConfig
 from microspec_hf.vocabulary import load_token_ids
 
 TREE_OPTIONS = {"depth": "depth", "top_k": "top_k", "nodes": "num_nodes"}
-VOCABULARY_OPTIONS = ("max_rows", "prompt_candidates", "verify_candidates", "verify_nodes", "window", "floor")
+VOCABULARY_OPTIONS = (
+    *("max_rows", "prompt_candidates", "verify_candidates", "verify_nodes", "window", "floor"),
+    *("prompt", "packed", "overlap"),
+)
 
 _OWN_OPTIONS = {"microspec": VOCABULARY_OPTIONS, "coral": ("floor",), "dynaspec": ("floor",)}
 
@@ -38,7 +41,12 @@ SUITES: dict[str, tuple[str, ...]] = {
         "coral-32k",
         "dynaspec-27k",
         "microspec",
-        "microspec:verify_candidates=0",  # the paper's ablation "prompt only": the drafts bring in no new id
+        # The paper's ablation: the prompt only (drafts bring in no new id), the rounds only, both with rows read by
+        # their ids, and both with packed rows that are copied on the same stream.
+        "microspec:verify_candidates=0",
+        "microspec:prompt=off",
+        "microspec:packed=off",
+        "microspec:overlap=off",
     ),
     "static-sizes": (
         "plain",
@@ -214,9 +222,14 @@ def _options(name: str, options: Sequence[str]) -> tuple[dict[str, Any], dict[st
         if not equals or key not in (*TREE_OPTIONS, *VOCABULARY_OPTIONS):
             known = ", ".join((*TREE_OPTIONS, *VOCABULARY_OPTIONS))
             raise ValueError(f"{option!r} in the arm {name!r} is no OPTION=VALUE of these options: {known}.")
-        number = int(value) if value.isdigit() else value
         if key in TREE_OPTIONS:
-            tree[TREE_OPTIONS[key]] = number
+            tree[TREE_OPTIONS[key]] = _value(value)
         else:
-            vocabulary[key] = number
+            vocabulary[key] = _value(value)
     return tree, vocabulary
+
+
+def _value(text: str) -> int | bool | str:
+    if text in ("on", "off"):
+        return text == "on"
+    return int(text) if text.isdigit() else text

@@ -58,7 +58,10 @@ CLAIMS = (
             "acceptance_length",
             lambda ours, theirs: ours > theirs,
         )
-        for other in ("fr-spec-8k", "fr-spec-16k", "vocabtrim-8k", "vocabtrim-16k", "microspec:verify_candidates=0")
+        for other in (
+            *("fr-spec-8k", "fr-spec-16k", "vocabtrim-8k", "vocabtrim-16k"),
+            *("microspec:verify_candidates=0", "microspec:prompt=off"),
+        )
     ),
     Claim(
         f"FR-Spec at 32k rows accepts more than MicroSpec ({_published('fr-spec-32k', 'microspec')})",

@@ -144,14 +144,18 @@ class PackedRows:
     def first(self, num_slots: int, top_k: int) -> PackedRows:
         """The leading slots only: at least `num_slots`, and enough for a top-k."""
         size = _round_up(max(num_slots, top_k))
-        return PackedRows(self.weight[:size], None if self.bias is None else self.bias[:size], self.token_of[:size])
+        return type(self)(self.weight[:size], None if self.bias is None else self.bias[:size], self.token_of[:size])
 
     def topk(self, head: TargetHead, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """`DraftVocabulary.topk` over these rows: slots that hold no id score -inf and stand for no token."""
-        logits = head.project(hidden, self.weight, self.bias)
+        logits = head.project(hidden, *self.matrix(head))
         # Free slots are uninitialised: whatever their memory gave is replaced and not added to.
         scores, slots = ops.draft_topk(logits.masked_fill_(self.token_of < 0, -torch.inf), k)
         return scores, ops.slot_tokens(scores, slots, self.token_of)
+
+    def matrix(self, head: TargetHead) -> tuple[Tensor, Tensor | None]:
+        """Weight `[C, H]` and bias `[C]` of the slots."""
+        return self.weight, self.bias
 
     def gather(self, head: TargetHead, rows: Tensor, slots: Tensor, count: Tensor) -> None:
         """Copy `count` rows of the head; see `ops.gather_rows`."""
@@ -162,6 +166,23 @@ class PackedRows:
             ops.gather_rows(self.weight, wanted, torch.arange(rows.shape[0], device=rows.device), slots, count)
         if self.bias is not None and head.bias is not None:
             ops.gather_rows(self.bias, head.bias, rows, slots, count)
+
+
+class IndexedRows(PackedRows):
+    """Chosen rows of an LM head that stay where they are: each product reads them by their ids."""
+
+    @classmethod
+    def empty(cls, head: TargetHead, num_slots: int, top_k: int) -> IndexedRows:
+        size = _round_up(max(num_slots, top_k))
+        nothing = torch.empty(size, 0, dtype=head.dtype, device=head.device)
+        return cls(nothing, None, torch.full((size,), -1, dtype=torch.int32, device=head.device))
+
+    def matrix(self, head: TargetHead) -> tuple[Tensor, Tensor | None]:
+        ids = self.token_of.clamp(min=0).long()
+        return head.rows(ids), None if head.bias is None else head.bias.index_select(0, ids)
+
+    def gather(self, head: TargetHead, rows: Tensor, slots: Tensor, count: Tensor) -> None:
+        """There is nothing to copy."""
 
 
 def _round_up(num_slots: int) -> int:

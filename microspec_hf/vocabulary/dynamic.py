@@ -12,7 +12,7 @@ from microspec_hf.config import VERIFY_CANDIDATES, VocabularyConfig
 from microspec_hf.hf import TargetHead
 from microspec_hf.streams import SideStream
 from microspec_hf.tree import DraftTree, Verification
-from microspec_hf.vocabulary.base import Counters, PackedRows, VocabularyStatistics, valid_ids
+from microspec_hf.vocabulary.base import Counters, IndexedRows, PackedRows, VocabularyStatistics, valid_ids
 
 
 class DynamicVocabulary:
@@ -51,7 +51,8 @@ class DynamicVocabulary:
                 "Raise max_rows or lower floor."
             )
         self.head, self.top_k = head, top_k
-        self.prompt_candidates = min(config.prompt_candidates, head.weight.shape[0])
+        self.knows_prompt, self.is_packed = config.prompt, config.packed
+        self.prompt_candidates = min(config.prompt_candidates, head.weight.shape[0]) if config.prompt else 0
         self.verify_candidates = min(verify_candidates, head.weight.shape[0])
         self.verify_nodes, self.is_stream = config.verify_nodes, config.window == "stream"
         device, vocab_size = head.device, head.weight.shape[0]
@@ -59,7 +60,7 @@ class DynamicVocabulary:
         pinned = valid_ids((*stop_ids, *(config.token_ids or ())[: config.floor]), head)
         window = max(0, config.max_rows - len(pinned))
         num_slots = min(vocab_size, window + len(pinned))
-        self.rows = PackedRows.empty(head, num_slots, top_k)
+        self.rows = (PackedRows if config.packed else IndexedRows).empty(head, num_slots, top_k)
         self.token_of = self.rows.token_of[:num_slots]
         self.slot_of = torch.full((vocab_size,), -1, dtype=torch.int32, device=device)
         self.pinned = torch.arange(num_slots, device=device) < len(pinned)
@@ -80,7 +81,8 @@ class DynamicVocabulary:
 
     def begin(self, prompt: Tensor, candidates: Tensor | None) -> None:
         self._clear()
-        self._push(prompt if candidates is None else torch.cat([prompt, candidates.flatten()]))
+        if self.knows_prompt:
+            self._push(prompt if candidates is None else torch.cat([prompt, candidates.flatten()]))
         # Copied now: a captured round has room for what a round brings, and a prompt brings more.
         self.prepare()
         self._copy.join()
@@ -88,7 +90,8 @@ class DynamicVocabulary:
 
     def prepare(self) -> None:
         if self._new_limit:
-            self._counters.add_gathered(self._num_new)
+            if self.is_packed:
+                self._counters.add_gathered(self._num_new)
             with self._copy.fork():
                 limit = self._new_limit
                 self.rows.gather(self.head, self._new_rows[:limit], self._new_slots[:limit], self._num_new)

@@ -58,20 +58,30 @@ def save_token_ids(path: str | Path, token_ids: Sequence[int]) -> None:
         raise ValueError(f"A list of token ids is written as .json or .pt, got {path}.")
 
 
-def count_token_ids(sequences: Sequences, vocab_size: int, size: int | None = None) -> tuple[int, ...]:
+def count_token_ids(
+    sequences: Sequences,
+    vocab_size: int,
+    size: int | None = None,
+    coverage: float = 1.0,
+    min_count: int = 1,
+) -> tuple[int, ...]:
     """The most frequent ids of a corpus (FR-Spec), most frequent first, ties to the lower id.
 
     Args:
         sequences: the corpus, tokenized by the target's tokenizer; read once, one sequence at a time.
         vocab_size: ids lie in `0 .. vocab_size - 1`.
         size: how many ids to return at most; None: all that occur.
+        coverage: no more ids than make up this share of all tokens, from 0 (exclusive) to 1.
+        min_count: only ids that occur so often.
 
     Returns:
         Ids that occur at least once; fewer than `size` where the corpus has no more.
 
     Raises:
-        ValueError: an id lies outside, or nothing was counted.
+        ValueError: an id lies outside, nothing was counted, or nothing occurs often enough.
     """
+    if not 0 < coverage <= 1:
+        raise ValueError(f"coverage must be a share of the tokens, above 0 and at most 1, got {coverage}.")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for sequence in sequences:
         ids = torch.as_tensor(sequence, dtype=torch.int64).flatten().cpu()
@@ -84,8 +94,12 @@ def count_token_ids(sequences: Sequences, vocab_size: int, size: int | None = No
         counts += torch.bincount(ids, minlength=vocab_size)
     if not counts.any():
         raise ValueError("The sequences hold no token ids, so that no list can be counted from them.")
-    order = counts.argsort(descending=True, stable=True)[: int((counts > 0).sum())]
-    return tuple(order[:size].tolist())
+    often, order = counts.sort(descending=True, stable=True)
+    before = (often.cumsum(0) - often).double()  # tokens of the ids before each
+    num_kept = int(((often >= max(1, min_count)) & (before < coverage * int(counts.sum()))).sum())
+    if num_kept == 0:
+        raise ValueError(f"No token id occurs {min_count} times; the most frequent one occurs {int(often[0])} times.")
+    return tuple(order[:num_kept][:size].tolist())
 
 
 def emitted_by(model: Any, **generate_arguments: Any) -> Callable[[Tensor], Iterator[Tensor]]:

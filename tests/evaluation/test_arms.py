@@ -76,6 +76,14 @@ def test_options(resources: Resources) -> None:
     assert described["verify_candidates"] == 36  # the defaults' for five nodes
 
 
+def test_ablations(resources: Resources) -> None:
+    options = ("prompt", "packed", "overlap")
+    for option in options:
+        arm = parse_arm(f"microspec:{option}=off", resources)
+        assert arm.config is not None
+        assert [name for name in options if not getattr(arm.config.vocabulary, name)] == [option]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -90,6 +98,8 @@ def test_options(resources: Resources) -> None:
         ("microspec:width=3", "'width=3' in the arm .* these options: depth, top_k, nodes, max_rows"),
         ("microspec:depth", "no OPTION=VALUE"),
         ("microspec:window=fifo", "window must be one of"),
+        ("microspec:packed=3", "packed must be one of True, False"),
+        ("eagle2:packed=off", "has no option packed"),
         ("microspec:depth=99", "depth must be an integer from 0 to 15"),
     ],
 )

@@ -263,7 +263,11 @@ def unseeded_draws(patch: Patch) -> None:
 def cache_with_rejected_rows(patch: Patch) -> None:
     """The returned cache holds a row behind the end of the text."""
     original = generation.export_cache
-    patch.setattr(generation, "export_cache", lambda cache, length, target: original(cache, length + 1, target))
+
+    def changed(caches: Any, padding: Any, length: int, target: Any) -> None:
+        original(caches, padding, length + 1, target)
+
+    patch.setattr(generation, "export_cache", changed)
 
 
 def batch_confuses_rows(patch: Patch) -> None:

@@ -113,6 +113,32 @@ def test_other_suffixes_are_not_written(tmp_path: Path) -> None:
         save_token_ids(tmp_path / "list.txt", [1])
 
 
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=60),
+    st.floats(0, 1, exclude_min=True),
+    st.integers(1, 6),
+)
+def test_as_few_ids_as_make_up_a_share_and_none_that_is_rare(ids: list[int], coverage: float, min_count: int) -> None:
+    every = count_token_ids([ids], vocab_size=21)
+    if ids.count(every[0]) < min_count:
+        with pytest.raises(ValueError, match=f"occurs {min_count} times"):
+            count_token_ids([ids], vocab_size=21, coverage=coverage, min_count=min_count)
+        return
+    kept = count_token_ids([ids], vocab_size=21, coverage=coverage, min_count=min_count)
+    assert kept == every[: len(kept)]
+    assert all(ids.count(token) >= min_count for token in kept)
+    covered = sum(ids.count(token) for token in kept)
+    if len(kept) < sum(ids.count(token) >= min_count for token in every):  # the share ended the list
+        assert covered >= coverage * len(ids)
+    assert covered - ids.count(kept[-1]) < coverage * len(ids)  # without the last one it would not do
+
+
+@pytest.mark.parametrize("coverage", [0.0, -0.5, 1.01])
+def test_a_share_that_is_none_is_refused(coverage: float) -> None:
+    with pytest.raises(ValueError, match="coverage must be a share"):
+        count_token_ids([[1]], vocab_size=2, coverage=coverage)
+
+
 @given(st.lists(st.lists(st.integers(0, 20), max_size=30), max_size=8), st.integers(1, 25) | st.none())
 def test_count_is_by_frequency_then_id(sequences: list[list[int]], size: int | None) -> None:
     counts = Counter(i for ids in sequences for i in ids)
