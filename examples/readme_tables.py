@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from microspec_hf.cli.bench import same_text_lines
 from microspec_hf.drafters import KNOWN, SMOLLM2
 from microspec_hf.evaluation import OVERALL
 
@@ -120,7 +121,9 @@ def _bench_table(bench: dict[str, Any] | None) -> str:
     )
     ratio = "x static" if base == "plain-static-compiled" else f"x {base}"
     header = ["arm", "tok/s", "without prefill", ratio, "tokens a round", "round", "draft", "verify", "rest"]
-    return f"{caption}\n\n" + _table([*header, "host gap", "of the floor", "prompts"], rows)
+    table = _table([*header, "host gap", "of the floor", "prompts"], rows)
+    texts = same_text_lines([arm for name, arm in arms.items() if name == "microspec" and "same_text_as" in arm])
+    return "\n\n".join([caption, table.rstrip("\n"), *texts]) + "\n"
 
 
 def _parts_table(bench: dict[str, Any] | None) -> str:

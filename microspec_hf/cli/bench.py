@@ -81,6 +81,8 @@ def bench(
         found = measuring.profile_round(target, profiled[0], ids[0])
         profile.write_text(json_format.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(bench_table(records))
+    for line in same_text_lines(records):
+        console.print(line)
     record = {
         "pair": pair.name,
         "cost": cost,
@@ -118,6 +120,21 @@ def bench_table(records: list[dict[str, Any]]) -> Table:
             *("" if part is None else f"{part:.2f}" for part in parts),
         )
     return table
+
+
+def same_text_lines(records: list[dict[str, Any]]) -> list[str]:
+    """How many texts of each arm are those of plain decoding on the engine, and how close the choice was elsewhere."""
+    lines = []
+    for record in records:
+        same = record["same_text_as"].get(measuring.ENGINE)
+        if same is None or record["arm"] == measuring.ENGINE:
+            continue
+        line = f"{record['arm']}: {same['equal']} of {same['of']} texts are those of {measuring.ENGINE}"
+        gaps = [found["logit_gap"] for found in same["differences"] if found["logit_gap"] is not None]
+        if gaps:
+            line += f"; where others part, scores differ by at most {max(gaps):.2g} ({same['near_ties']} near ties)"
+        lines.append(line + ".")
+    return lines
 
 
 def _widened(

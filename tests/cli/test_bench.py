@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from microspec_hf import TreeConfig
 from microspec_hf.cli import app
+from microspec_hf.cli.bench import same_text_lines
 from microspec_hf.evaluation import bench
 from tests.cli.conftest import PairFolders
 
@@ -56,3 +57,20 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], rest: list[str
     result = CliRunner().invoke(app, [*arguments, *rest])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+def test_same_texts_are_told() -> None:
+    parted = [{"logit_gap": 0.125}, {"logit_gap": None}, {"logit_gap": 0.5}]
+    records = [
+        {"arm": "plain-stock", "same_text_as": {}},
+        {"arm": "plain-engine", "same_text_as": {"plain-engine": {"equal": 7, "of": 7}}},
+        {"arm": "eagle-2", "same_text_as": {"plain-engine": {"equal": 7, "of": 7, "differences": []}}},
+        {
+            "arm": "ours",
+            "same_text_as": {"plain-engine": {"equal": 4, "of": 7, "near_ties": 2, "differences": parted}},
+        },
+    ]
+    assert same_text_lines(records) == [
+        "eagle-2: 7 of 7 texts are those of plain-engine.",
+        "ours: 4 of 7 texts are those of plain-engine; where others part, scores differ by at most 0.5 (2 near ties).",
+    ]

@@ -92,6 +92,16 @@ def test_a_near_tie_is_no_fault(target: PreTrainedModel, head: EagleHead, prompt
     assert difference.verdict.startswith("differs at a near tie of ")
 
 
+def test_rows_that_no_text_uses_excuse_nothing(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary padded with rows of absurd scores leaves the tolerance as it is."""
+    scores = torch.tensor([20.0, 19.0, -5.0] + [-1e9] * 98)
+    monkeypatch.setattr(lossless, "next_token_scores", lambda model, text: scores)
+    difference = first_difference(target, torch.tensor([[1]]), [0], [1])
+    assert difference is not None
+    assert not difference.is_near_tie
+    assert difference.tolerance == pytest.approx(lossless.NEAR_TIE[target.dtype] * torch.finfo(target.dtype).eps * 20)
+
+
 def test_two_tokens_that_tie_far_below_the_best_are_a_fault(target: PreTrainedModel, prompts: list[Prompt]) -> None:
     """Both texts would be wrong there; that they are close to each other excuses neither."""
     model = copy.deepcopy(target)
