@@ -2,15 +2,16 @@
 
 A wide target pass costs more than a narrow one, by how much depends on the machine: on two CPU cores 60 nodes cost
 three times one token, and 4 half as much again as 3; on a large GPU 60 cost a fifth more. The costs are measured once
-for a target; what a tree of each shape gains is read from the drafter's `expected_acceptance`, which was measured when
-it was made.
+for a target, and with them from which side a product of few rows is faster (`hf.FewRows`); what a tree of each shape
+gains is read from the drafter's `expected_acceptance`, which was measured when it was made.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,10 +20,13 @@ from transformers import PreTrainedModel
 from microspec_hf import ops
 from microspec_hf.config import TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.hf import Target, TreeCache, additive_mask
+from microspec_hf.hf import FewRows, Target, TreeCache, additive_mask
+from microspec_hf.hf.few_rows import is_for
 
 WIDTHS = (2, 3, 4, 8, 16, 24, 32, 60)
 """Nodes of the trees that are compared. Only measured widths: costs jump where a library changes its algorithm."""
+FEW = 4
+"""Nodes of the pass that tells how matrix products are computed."""
 DEPTHS = (0, 1, 2, 3, 4, 5)
 CONTEXT = 128
 """Tokens in the cache while costs are measured."""
@@ -35,10 +39,12 @@ class Choice:
     Args:
         tree: the tree.
         cost: of a round, in plain steps: so many tokens a round must yield to be worth it.
+        few_rows: whether its matrix products are faster from the other side, see `hf.FewRows`.
     """
 
     tree: TreeConfig
     cost: float
+    few_rows: bool = False
 
 
 _chosen: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[EagleHead, Choice]] = WeakKeyDictionary()
@@ -58,12 +64,27 @@ def choose_tree(target: Target, head: EagleHead) -> Choice:
     chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
     if head not in chosen:
         rows = sorted({tree.top_k for tree in candidate_trees()})
-        chosen[head] = best_tree(
-            target_cost={width: _target_seconds(target, width) for width in (1, *WIDTHS)},
-            draft_cost={k: _draft_seconds(target, head, k) for k in rows},
-            table=head.config.expected_acceptance,
-        )
+        target = copy.copy(target)
+        target.few_rows = _few_rows_are_faster(target)
+        with target.products():
+            chosen[head] = replace(
+                best_tree(
+                    target_cost={width: _target_seconds(target, width) for width in (1, *WIDTHS)},
+                    draft_cost={k: _draft_seconds(target, head, k) for k in rows},
+                    table=head.config.expected_acceptance,
+                ),
+                few_rows=target.few_rows,
+            )
     return chosen[head]
+
+
+def _few_rows_are_faster(target: Target) -> bool:
+    """Whether a narrow pass is faster with `FewRows` by more than what measuring is off by."""
+    if not is_for(target.head.weight):
+        return False
+    usual = _target_seconds(target, FEW)
+    with FewRows():
+        return _target_seconds(target, FEW) < 0.9 * usual
 
 
 def best_tree(

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from microspec_hf import TreeConfig, autotune
-from microspec_hf.autotune import WIDTHS, best_tree, candidate_trees, choose_tree, expected_acceptance
+from microspec_hf.autotune import FEW, WIDTHS, best_tree, candidate_trees, choose_tree, expected_acceptance
 from microspec_hf.hf import Target
 from tests.doubles import random_head
 from tests.tiny import tiny_llama
@@ -116,9 +116,9 @@ def test_pair_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(autotune, "_target_seconds", counted)
     first = choose_tree(Target(model), head)
-    assert widths == [1, *WIDTHS]
+    assert widths == [FEW, FEW, 1, *WIDTHS]
     assert choose_tree(Target(model), head) == first
-    assert widths == [1, *WIDTHS]
+    assert widths == [FEW, FEW, 1, *WIDTHS]
 
 
 def test_measured_seconds_grow_with_the_work() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from microspec_hf.hf.cache import TreeCache, cache_argument
+from microspec_hf.hf.few_rows import FewRows
 from microspec_hf.hf.head import read_head
 from microspec_hf.hf.rows import input_device
 from microspec_hf.hf.sight import Sight
@@ -16,6 +20,9 @@ from microspec_hf.hf.tree_pass import TreePass
 
 class Target:
     """A causal LM as the loop sees it: embeddings, a decoder pass, a head, the attention windows of its layers.
+
+    Attributes:
+        few_rows: whether the products of its rounds are those of `FewRows`.
 
     Raises:
         ValueError: the model cannot be run this way exactly; the message names the reason and the way out.
@@ -31,6 +38,7 @@ class Target:
         self.windows = attention_windows(self.config)
         self.position_limit = position_limit(self.config)
         self.tree_pass: TreePass | None = None
+        self.few_rows = False
         self._cache_argument = cache_argument(self.decoder.forward)
 
     @property
@@ -53,6 +61,10 @@ class Target:
     def refuse_length(self, prompt_length: int, max_length: float) -> None:
         """Refuse a text of up to `max_length` tokens behind such a prompt where it cannot be exact."""
         refuse_length(type(self.model).__name__, self.config, prompt_length, max_length)
+
+    def products(self) -> AbstractContextManager[Any]:
+        """The context in which a round computes."""
+        return FewRows() if self.few_rows else nullcontext()
 
     def new_cache(self, is_fixed: bool = False) -> TreeCache:
         return TreeCache(int(self.config.num_hidden_layers), is_fixed=is_fixed)
