@@ -43,11 +43,14 @@ class Launch {
       attribute.id = id;
       return attribute.val;
     };
-    if (architecture_ >= 90) add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    if (architecture_ >= 90) {
+      add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    }
     if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {cluster, 1, 1};
     // More than 48 KB of shared memory must be asked for.
     if (shared_bytes > 48 * 1024) {
-      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+      STD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_bytes)));
     }
     STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));

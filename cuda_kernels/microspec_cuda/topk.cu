@@ -30,7 +30,8 @@ std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, int64_t k) {
   const Launch launch(logits);
   for_logits_type("draft_topk", logits, [&](auto element) {
     using T = decltype(element);
-    const auto kernel = has_vector_rows(logits) ? device::draft_topk::kernel<T, true> : device::draft_topk::kernel<T, false>;
+    const auto kernel =
+        has_vector_rows(logits) ? device::draft_topk::kernel<T, true> : device::draft_topk::kernel<T, false>;
     launch.start(kernel, dim3(static_cast<unsigned>(num_rows)), dim3(device::draft_topk::THREADS), 0, 1,
                  data<const T>(logits), data<float>(scores), data<int64_t>(slots), num_columns, k);
   });

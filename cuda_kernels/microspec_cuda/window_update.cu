@@ -30,10 +30,10 @@ std::tuple<Tensor, Tensor, Tensor> window_update(Tensor slot_of, Tensor token_of
                              is_aligned(pinned, 16);
   unsigned table_size = 1;
   while (table_size < 2 * num_candidates) table_size *= 2;
-  const auto kernel = stream ? (is_vectorised ? device::window_update::kernel<true, true> : device::window_update::kernel<true, false>)
-                             : (is_vectorised ? device::window_update::kernel<false, true> : device::window_update::kernel<false, false>);
-  launch.start(kernel, dim3(1), dim3(THREADS), shared_bytes(window.num_slots), 1, window, data<const int64_t>(candidates),
-               num_candidates, table_size, changes);
+  const auto chosen = stream ? (is_vectorised ? kernel<true, true> : kernel<true, false>)
+                             : (is_vectorised ? kernel<false, true> : kernel<false, false>);
+  launch.start(chosen, dim3(1), dim3(THREADS), shared_bytes(window.num_slots), 1, window,
+               data<const int64_t>(candidates), num_candidates, table_size, changes);
   return {rows, slots, counts};
 }
 
