@@ -2,7 +2,7 @@
 
 A wide target pass costs more than a narrow one, by how much depends on the machine: on two CPU cores 60 nodes cost
 three times one token, and 4 half as much again as 3; on a large GPU 60 cost a fifth more. The costs are measured once
-for a target, and with them from which side a product of few rows is faster (`hf.FewRows`); what a tree of each shape
+for a target, and with them from which side a product of few rows is faster (`ops.few_rows`); what a tree of each shape
 gains is read from the drafter's `expected_acceptance`, which was measured when it was made.
 """
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from microspec_hf import ops
 from microspec_hf.config import TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.hf import FewRows, Target, TreeCache, additive_mask
-from microspec_hf.hf.few_rows import is_for
+from microspec_hf.hf import Target, TreeCache, additive_mask
+from microspec_hf.ops.few_rows import FewRows, is_for
 
 WIDTHS = (2, 3, 4, 8, 16, 24, 32, 60)
 """Nodes of the trees that are compared. Only measured widths: costs jump where a library changes its algorithm."""
@@ -39,7 +39,7 @@ class Choice:
     Args:
         tree: the tree.
         cost: of a round, in plain steps: so many tokens a round must yield to be worth it.
-        few_rows: whether its matrix products are faster from the other side, see `hf.FewRows`.
+        few_rows: whether its matrix products are faster from the other side, see `ops.few_rows`.
     """
 
     tree: TreeConfig

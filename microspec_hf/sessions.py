@@ -248,7 +248,7 @@ def _obstacle(target: Target, plan: Plan, on_one_gpu: bool) -> str | None:
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """`model.parameters()`, tied ones repeated: it is asked in every call, and takes a tenth of the time."""
+    """`model.parameters()`, tied ones repeated, without the names that it makes: every call asks for them."""
     modules = [model]
     while modules:
         module = modules.pop()

@@ -28,12 +28,10 @@ std::tuple<Tensor, Tensor, Tensor> window_update(Tensor slot_of, Tensor token_of
   using namespace device::window_update;
   const bool is_vectorised = window.num_slots % 16 == 0 && is_aligned(token_of, 16) && is_aligned(usage, 16) &&
                              is_aligned(pinned, 16);
-  unsigned table_size = 1;
-  while (table_size < 2 * num_candidates) table_size *= 2;
   const auto chosen = stream ? (is_vectorised ? kernel<true, true> : kernel<true, false>)
                              : (is_vectorised ? kernel<false, true> : kernel<false, false>);
   launch.start(chosen, dim3(1), dim3(THREADS), shared_bytes(window.num_slots), 1, window,
-               data<const int64_t>(candidates), num_candidates, table_size, changes);
+               data<const int64_t>(candidates), num_candidates, table_size(num_candidates), changes);
   return {rows, slots, counts};
 }
 

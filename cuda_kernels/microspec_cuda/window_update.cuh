@@ -68,6 +68,13 @@ struct alignas(16) Scratch {
   int num_evicted;
 };
 
+// Places of the table for so many candidates: a power of two, half of which stay free.
+__host__ inline int table_size(int64_t num_candidates) {
+  int size = 1;
+  while (size < 2 * num_candidates) size *= 2;
+  return size;
+}
+
 __host__ __device__ constexpr int rounded_up(int num_slots) { return (num_slots + 15) / 16 * 16; }
 
 static_assert(sizeof(Scratch) <= 64 * 1024, "what `supports` reckons with");
@@ -186,7 +193,7 @@ __device__ int nth_smallest(Scratch& s, int n, int first, int64_t bound, ForEach
 // VECTORISED: num_slots is a multiple of 16, and the arrays over slots start at multiples of 16 bytes.
 template <bool STREAM, bool VECTORISED>
 __global__ void __launch_bounds__(THREADS, 1)
-    kernel(Window window, const int64_t* candidates, int num_candidates, int table_size, Changes changes) {
+    kernel(Window window, const int64_t* candidates, int num_candidates, int num_places, Changes changes) {
   extern __shared__ __align__(16) unsigned char memory[];
   Scratch& s = *reinterpret_cast<Scratch*>(memory);
   const int num_slots = window.num_slots, num_padded = rounded_up(num_slots);
@@ -195,7 +202,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   unsigned char* pinned = reinterpret_cast<unsigned char*>(token_of + num_padded);
   const int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP;
 
-  for (int i = thread; i < table_size; i += THREADS) {
+  for (int i = thread; i < num_places; i += THREADS) {
     s.table.ids[i] = s.table.last[i] = -1;
     s.table.occurrences[i] = 0;
   }
@@ -235,7 +242,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (lane == 0) s.entries[warp] = __popc(entries);
   int in_table = 0;
   if (is_entry) {
-    in_table = s.table.find_or_insert(id, table_size);
+    in_table = s.table.find_or_insert(id, num_places);
     atomicMax(&s.table.last[in_table], thread);
   }
   const int leaving_slot = leaving >= 0 ? window.slot_of[leaving] : -1;

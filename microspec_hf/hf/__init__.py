@@ -6,7 +6,6 @@ computes its logits with the model's own head.
 
 from microspec_hf.hf.cache import TreeCache, cache_argument, cache_field, export_cache, import_cache
 from microspec_hf.hf.check import check_tree_pass
-from microspec_hf.hf.few_rows import FewRows
 from microspec_hf.hf.head import TargetHead
 from microspec_hf.hf.requests import caller_cache, processors_of_row, refuse_processors_of_batch, refuse_request
 from microspec_hf.hf.sight import WORD, Sight, bit_words, chain_words
@@ -15,7 +14,6 @@ from microspec_hf.hf.tree_pass import TreePass
 
 __all__ = [
     "WORD",
-    "FewRows",
     "Sight",
     "Target",
     "TargetHead",

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from microspec_hf.hf.cache import TreeCache, cache_argument
-from microspec_hf.hf.few_rows import FewRows
 from microspec_hf.hf.head import read_head
 from microspec_hf.hf.rows import input_device
 from microspec_hf.hf.sight import Sight
 from microspec_hf.hf.support import attention_windows, position_limit, refuse_length, refuse_unsupported
 from microspec_hf.hf.tree_pass import TreePass
+from microspec_hf.ops.few_rows import FewRows
 
 
 class Target:

@@ -106,13 +106,13 @@ class Counters:
         self._totals[5:] += count
 
     def read(self, drops_last: bool = False) -> VocabularyStatistics:
-        gathered = int(self._totals[4])
-        rounds, active, covered, emitted, _, evicted = (self._before if drops_last else self._totals).tolist()
+        latest, before = torch.stack([self._totals, self._before]).tolist()
+        rounds, active, covered, emitted, _, evicted = before if drops_last else latest
         return VocabularyStatistics(
             rounds=rounds,
             mean_active=active / max(1, rounds),
             coverage=covered / emitted if emitted else 1.0,
-            rows_gathered=gathered,
+            rows_gathered=latest[4],
             evicted=evicted,
         )
 

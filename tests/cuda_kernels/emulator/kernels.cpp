@@ -67,12 +67,10 @@ void emulate_window_update(int* slot_of, int* token_of, int* usage, int* ring, i
   if (window_update::shared_bytes(num_slots) > sizeof emulator::dynamic_shared) std::abort();
   const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   const bool vectorised = num_slots % 16 == 0 && is_aligned(token_of) && is_aligned(usage) && is_aligned(pinned);
-  int table_size = 1;
-  while (table_size < 2 * num_candidates) table_size *= 2;
   const auto kernel = stream ? (vectorised ? window_update::kernel<true, true> : window_update::kernel<true, false>)
                              : (vectorised ? window_update::kernel<false, true> : window_update::kernel<false, false>);
-  emulator::launch(dim3(1), dim3(window_update::THREADS), kernel, window, candidates, num_candidates, table_size,
-                   changes);
+  emulator::launch(dim3(1), dim3(window_update::THREADS), kernel, window, candidates, num_candidates,
+                   window_update::table_size(num_candidates), changes);
 }
 
 void emulate_gather_rows(uint32_t* out, const uint32_t* weight, const int64_t* rows, const int64_t* slots,

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from microspec_hf import TreeConfig, autotune, generation
 from microspec_hf.autotune import Choice, choose_tree
-from microspec_hf.hf import FewRows, Target, few_rows
+from microspec_hf.hf import Target
+from microspec_hf.ops import few_rows
+from microspec_hf.ops.few_rows import FewRows
 from tests.doubles import plain, random_head, random_prompt, speculate
 from tests.tiny import TINY_MODELS, tiny_llama
 

@@ -1,8 +1,8 @@
 """Matrix products of a few rows, from the side on which the library is fast.
 
-For 2 to some 60 rows, MKL's product `x @ W.T` in float32 takes longer than reading W does, and more than twice as long
-as for one row; `(W @ x.T).T`, the same sums in another order, takes about as long as for one row. Which is so on a
-machine is measured (`autotune`), since the one is not faster everywhere.
+With some CPUs and libraries, `x @ W.T` of a few rows in float32 takes much longer than of one row, as if W were copied
+into another order first, and `(W @ x.T).T`, the same product from the other side, does not. Whether that is so here is
+measured (`autotune`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FewRows(TorchFunctionMode):
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear` with its operands changed over: `[..., H]` by `[V, H]` gives `[..., V]`."""
     product = torch.mm(weight, rows.reshape(-1, weight.shape[1]).t()).t()
-    output = product.contiguous() if bias is None else product + bias
+    output = product if bias is None else product + bias
     return output.contiguous().view(*rows.shape[:-1], weight.shape[0])
 
 
@@ -50,5 +50,5 @@ def _is_served(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool
         and is_for(weight)
         and is_for(rows)
         and weight.ndim == 2
-        and 1 < rows.numel() // weight.shape[1] <= MOST_ROWS
+        and 1 < rows.shape[:-1].numel() <= MOST_ROWS
     )
