@@ -8,7 +8,6 @@ gains is read from the drafter's `expected_acceptance`, which was measured when 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,8 @@ from transformers import PreTrainedModel
 from microspec_hf import ops
 from microspec_hf.config import TreeConfig, VocabularyConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.hf import Target, TreeCache, additive_mask
-from microspec_hf.ops.few_rows import FewRows, is_for
+from microspec_hf.hf import Sight, Target, TreeCache, additive_mask, chain_words
+from microspec_hf.ops.few_rows import is_for
 
 WIDTHS = (2, 3, 4, 8, 16, 24, 32, 60)
 """Nodes of the trees that are compared. Only measured widths: costs jump where a library changes its algorithm."""
@@ -39,7 +38,7 @@ class Choice:
     Args:
         tree: the tree.
         cost: of a round, in plain steps: so many tokens a round must yield to be worth it.
-        few_rows: whether its matrix products are faster from the other side, see `ops.few_rows`.
+        few_rows: whether its matrix products are faster from the other side, see `Target.with_few_rows`.
     """
 
     tree: TreeConfig
@@ -64,27 +63,22 @@ def choose_tree(target: Target, head: EagleHead) -> Choice:
     chosen = _chosen.setdefault(target.model, WeakKeyDictionary())
     if head not in chosen:
         rows = sorted({tree.top_k for tree in candidate_trees()})
-        target = copy.copy(target)
-        target.few_rows = _few_rows_are_faster(target)
-        with target.products():
-            chosen[head] = replace(
-                best_tree(
-                    target_cost={width: _target_seconds(target, width) for width in (1, *WIDTHS)},
-                    draft_cost={k: _draft_seconds(target, head, k) for k in rows},
-                    table=head.config.expected_acceptance,
-                ),
-                few_rows=target.few_rows,
-            )
+        few_rows = _few_rows_are_faster(target)
+        target = target.with_few_rows() if few_rows else target
+        choice = best_tree(
+            target_cost={width: _target_seconds(target, width) for width in (1, *WIDTHS)},
+            draft_cost={k: _draft_seconds(target, head, k) for k in rows},
+            table=head.config.expected_acceptance,
+        )
+        chosen[head] = replace(choice, few_rows=few_rows)
     return chosen[head]
 
 
 def _few_rows_are_faster(target: Target) -> bool:
-    """Whether a narrow pass is faster with `FewRows` by more than what measuring is off by."""
-    if not is_for(target.head.weight):
-        return False
-    usual = _target_seconds(target, FEW)
-    with FewRows():
-        return _target_seconds(target, FEW) < 0.9 * usual
+    """Whether a narrow pass is faster with them by more than what measuring is off by."""
+    return is_for(target.head.weight) and _target_seconds(target.with_few_rows(), FEW) < 0.9 * _target_seconds(
+        target, FEW
+    )
 
 
 def best_tree(
@@ -131,18 +125,18 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float]) -> Callable[[int], floa
 def _target_seconds(target: Target, width: int) -> float:
     device, limit = target.device, target.position_limit
     cache = target.new_cache()
-    columns = torch.arange(CONTEXT + width, device=device)
-    rows = columns[None, CONTEXT:]
-    positions = rows if limit is None else rows.clamp(max=limit - 1)
-    visible = torch.where(columns <= rows[..., None], columns, -1)
-    tokens = torch.zeros_like(rows)
+    cache.length = CONTEXT
+    depths = torch.arange(width, device=device)[None]
+    length = torch.tensor([CONTEXT], device=device)
+    sight = Sight(length, chain_words(width, device)[None], depths, torch.zeros_like(length))
+    positions = CONTEXT + depths if limit is None else (CONTEXT + depths).clamp(max=limit - 1)
+    tokens = torch.zeros_like(depths)
 
     # A round also looks for the best ids at every node: few for a large tree, many for a small one.
     best = min(VocabularyConfig().verify_candidates_of(width) if width > 1 else 1, target.vocab_size)
 
     def run() -> None:
-        cache.prepare(rows, columns.shape[0])
-        hidden, _ = target.forward(tokens, positions, visible, cache)
+        hidden, _ = target.see(tokens, positions, sight, cache)
         ops.topk_candidates(target.head(hidden)[0], best)
 
     return _seconds(run, device)
@@ -150,6 +144,7 @@ def _target_seconds(target: Target, width: int) -> float:
 
 def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:
     device, size = target.head.device, target.hidden_size
+    step = target.for_rounds(head)
     cache = TreeCache(num_layers=1)
     positions = torch.arange(CONTEXT, CONTEXT + rows, device=device)
     hidden = torch.zeros(1, rows, size, dtype=target.dtype, device=device)
@@ -159,7 +154,7 @@ def _draft_seconds(target: Target, head: EagleHead, rows: int) -> float:
 
     def run() -> None:
         cache.prepare(positions[None], CONTEXT + rows)
-        output = head(hidden, hidden, positions[None], mask, cache)
+        output = step(hidden, hidden, positions[None], mask, cache)
         target.head.project(output[0], weight, None).float().log_softmax(-1).topk(rows)
 
     return _seconds(run, device)

@@ -47,7 +47,7 @@ class MicroSpecCandidateGenerator(CandidateGenerator):
         tree_pass: TreePass | None = None,
     ):
         self.target, self.head, self.vocabulary, self.tree = target, head, vocabulary, tree
-        self._step = DraftStep(target.embeddings, head)
+        self._step = target.for_rounds(DraftStep(target.embeddings, head))
         self.tree_pass = tree_pass
         self.device = target.head.device
         self.cache = TreeCache(num_layers=1, is_fixed=tree_pass is not None)

@@ -190,7 +190,7 @@ def generate(
     else:
         choice = choose_tree(target, head)
         # The cost was measured for one text; a batch of several finds its own.
-        target.few_rows = choice.few_rows
+        target = target.with_few_rows() if choice.few_rows else target
         tree, pace = choice.tree, Pace(surely_pays=choice.cost) if len(prompts) == 1 else Pace()
     rows = [
         (TokenRule(processors_of_row(logits_processor, row), bool(generation_config.do_sample), padding), prompt)

@@ -188,8 +188,7 @@ def launch(
     key = draft, record, cache.shape, *((text.drafter.size, text.rule.key) for text in texts)
     if not all(text.drafter.can_be_captured(draft) for text in texts):
         rounds = AS_THEY_ARE
-    with target.products():
-        decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft), [text.rule for text in texts])
+    decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft), [text.rule for text in texts])
     return Launched(texts, decided, rounds.send(decided.news))
 
 

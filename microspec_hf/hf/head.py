@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class TargetHead:
         scale: factor on the logits (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`).
         softcap: Gemma's `final_logit_softcapping`, or None.
         stored: how the rows of a quantised, adapted or offloaded head are read, or None for a plain matrix.
+        linear: how `project` multiplies.
     """
 
     module: nn.Module
@@ -32,6 +34,7 @@ class TargetHead:
     scale: float = 1.0
     softcap: float | None = None
     stored: StoredRows | None = None
+    linear: Callable[..., Tensor] = nn.functional.linear
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +56,7 @@ class TargetHead:
 
     def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Logits `[..., W]` over chosen rows of the head: `weight` `[W, H]`, `bias` `[W]` or None."""
-        return self._finish(nn.functional.linear(hidden, weight, bias))
+        return self._finish(self.linear(hidden, weight, bias))
 
     def _finish(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:

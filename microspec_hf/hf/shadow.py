@@ -29,6 +29,18 @@ def shadow(module: Module) -> Module:
     return twin
 
 
+def with_linears(module: Module, kind: type[nn.Linear]) -> Module:
+    """A shadow whose linear layers are of this kind; a module that cannot have one stays itself."""
+    try:
+        twin = shadow(module)
+    except ValueError:
+        return module
+    for part in twin.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = kind
+    return twin
+
+
 def _copy(module: Any, made: dict[int, Any]) -> Any:
     if id(module) not in made:
         name = type(module).__name__

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import copy
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from microspec_hf.hf.cache import TreeCache, cache_argument
 from microspec_hf.hf.head import read_head
 from microspec_hf.hf.rows import input_device
+from microspec_hf.hf.shadow import with_linears
 from microspec_hf.hf.sight import Sight
 from microspec_hf.hf.support import attention_windows, position_limit, refuse_length, refuse_unsupported
 from microspec_hf.hf.tree_pass import TreePass
-from microspec_hf.ops.few_rows import FewRows
+from microspec_hf.ops import few_rows
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Target:
     """A causal LM as the loop sees it: embeddings, a decoder pass, a head, the attention windows of its layers.
-
-    Attributes:
-        few_rows: whether the products of its rounds are those of `FewRows`.
 
     Raises:
         ValueError: the model cannot be run this way exactly; the message names the reason and the way out.
@@ -38,7 +39,8 @@ class Target:
         self.windows = attention_windows(self.config)
         self.position_limit = position_limit(self.config)
         self.tree_pass: TreePass | None = None
-        self.few_rows = False
+        self._has_few_rows = False
+        self._round_decoder = self.decoder
         self._cache_argument = cache_argument(self.decoder.forward)
 
     @property
@@ -62,9 +64,17 @@ class Target:
         """Refuse a text of up to `max_length` tokens behind such a prompt where it cannot be exact."""
         refuse_length(type(self.model).__name__, self.config, prompt_length, max_length)
 
-    def products(self) -> AbstractContextManager[Any]:
-        """The context in which a round computes."""
-        return FewRows() if self.few_rows else nullcontext()
+    def with_few_rows(self) -> Target:
+        """The same target, whose rounds compute their matrix products as `ops.few_rows` does."""
+        target = copy.copy(self)
+        target._has_few_rows = True
+        target._round_decoder = target.for_rounds(self.decoder)
+        target.head = replace(self.head, module=target.for_rounds(self.head.module), linear=few_rows.linear)
+        return target
+
+    def for_rounds(self, module: Module) -> Module:
+        """A module of a round, in the body that computes products as this target's rounds do."""
+        return with_linears(module, few_rows.FewRowsLinear) if self._has_few_rows else module
 
     def new_cache(self, is_fixed: bool = False) -> TreeCache:
         return TreeCache(int(self.config.num_hidden_layers), is_fixed=is_fixed)
@@ -82,7 +92,9 @@ class Target:
         view = cache.length + tokens.shape[1]
         cache.prepare(sight.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device), view)
         if self.tree_pass is None or every_layer:
-            return self.forward(tokens, positions, sight.positions(view), cache, every_layer)
+            # Hidden states are caught by hooks, which the body of the rounds has none of.
+            decoder = self.decoder if every_layer else self._round_decoder
+            return self._forward(decoder, tokens, positions, sight.positions(view), cache, every_layer)
         decode = self.tree_pass.over(cache, sight)
         hidden = decode(
             input_ids=tokens, attention_mask=self.tree_pass.mask, position_ids=positions, use_cache=False
@@ -105,9 +117,20 @@ class Target:
             hidden: on the device of the head.
             layers: empty unless asked for.
         """
+        return self._forward(self.decoder, tokens, positions, visible, cache, every_layer)
+
+    def _forward(
+        self,
+        decoder: nn.Module,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        cache: TreeCache,
+        every_layer: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         masks = {kind: additive_mask(visible, positions, window, self.dtype) for kind, window in self.windows.items()}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        output = self.decoder(
+        output = decoder(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,

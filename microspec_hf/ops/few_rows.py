@@ -7,33 +7,31 @@ measured (`autotune`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 MOST_ROWS = 64
 
 
-class FewRows(TorchFunctionMode):
-    """While it is active, `linear` of a few rows by a plain float32 matrix in main memory is computed from its side."""
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear` whose products are `linear`'s."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function is nn.functional.linear and not kwargs and _is_served(*args):
-            return linear(*args)
-        return function(*args, **(kwargs or {}))
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear` with its operands changed over: `[..., H]` by `[V, H]` gives `[..., V]`."""
+    """`nn.functional.linear`; a few rows by a plain float32 matrix in main memory are computed from its side.
+
+    Args:
+        rows: `[..., H]`.
+        weight, bias: `[V, H]`, and `[V]` or None.
+
+    Returns:
+        `[..., V]`, contiguous.
+    """
+    if not _is_served(rows, weight):
+        return nn.functional.linear(rows, weight, bias)
     product = torch.mm(weight, rows.reshape(-1, weight.shape[1]).t()).t()
     output = product if bias is None else product + bias
     return output.contiguous().view(*rows.shape[:-1], weight.shape[0])
@@ -44,7 +42,7 @@ def is_for(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _is_served(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _is_served(rows: Tensor, weight: Tensor) -> bool:
     return (
         type(weight) in (Tensor, nn.Parameter)  # others know better how to multiply themselves
         and is_for(weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,33 +10,32 @@ from microspec_hf import TreeConfig, autotune, generation
 from microspec_hf.autotune import Choice, choose_tree
 from microspec_hf.hf import Target
 from microspec_hf.ops import few_rows
-from microspec_hf.ops.few_rows import FewRows
+from microspec_hf.ops.few_rows import FewRowsLinear
 from tests.doubles import plain, random_head, random_prompt, speculate
 from tests.tiny import TINY_MODELS, tiny_llama
 
 
 @pytest.fixture
 def changed_over(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the rows whose product was computed from the other side."""
+    """Shapes `[rows, V]` of the products that were computed from the other side."""
     shapes: list[tuple[int, ...]] = []
-    original = few_rows.linear
+    original = torch.mm
 
-    def counted(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        shapes.append(tuple(rows.shape))
-        return original(rows, weight, bias)
+    def counted(left: Tensor, right: Tensor) -> Tensor:
+        shapes.append((right.shape[1], left.shape[0]))
+        return original(left, right)
 
-    monkeypatch.setattr(few_rows, "linear", counted)
+    monkeypatch.setattr(torch, "mm", counted)
     return shapes
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 24), (1, 3, 24), (2, 5, 24), (64, 24)], ids=str)
 def test_it_is_linear(shape: tuple[int, ...], bias: bool, changed_over: list[tuple[int, ...]]) -> None:
-    layer, rows = nn.Linear(24, 40, bias=bias), torch.randn(shape)
-    expected = layer(rows)
-    with FewRows():
-        got = layer(rows)
-    assert changed_over == [shape]
+    layer, rows = FewRowsLinear(24, 40, bias=bias), torch.randn(shape)
+    got = layer(rows)
+    expected = nn.functional.linear(rows, layer.weight, layer.bias)
+    assert changed_over == [(rows.shape[:-1].numel(), 40)]
     assert got.is_contiguous()
     torch.testing.assert_close(got, expected)
 
@@ -61,8 +58,7 @@ class Own(Tensor):
 )
 def test_other_products_are_left_alone(rows: Tensor, weight: Tensor, changed_over: list[tuple[int, ...]]) -> None:
     expected = nn.functional.linear(rows, weight)
-    with FewRows():
-        got = nn.functional.linear(rows, weight)
+    got = few_rows.linear(rows, weight)
     assert changed_over == []
     assert torch.equal(torch.Tensor(got.float()), torch.Tensor(expected.float()))
 
@@ -86,15 +82,29 @@ def test_what_is_faster_is_chosen(seconds: float, is_on: bool, monkeypatch: pyte
     modes: list[bool] = []
 
     def measured(target: Target, width: int) -> float:
-        active: Any = torch.overrides._get_current_function_mode()
-        modes.append(isinstance(active, FewRows))
+        modes.append(target.head.linear is few_rows.linear)
         return width * (seconds if modes[-1] else 1.0)
 
     monkeypatch.setattr(autotune, "_target_seconds", measured)
     target = Target(tiny_llama())
     assert choose_tree(target, random_head(target.model)).few_rows == is_on
     assert set(modes[2:]) == {is_on}  # the trees are compared as they will run
-    assert not target.few_rows
+    assert target.head.linear is nn.functional.linear  # the caller's is left as it was
+
+
+def test_only_the_rounds_are_changed() -> None:
+    model = tiny_llama()
+    target = Target(model).with_few_rows()
+    assert not any(isinstance(part, FewRowsLinear) for part in model.modules())
+    assert target.decoder is model.get_decoder()  # reads prompts, and gives hidden states
+    assert target.head.module.weight is model.lm_head.weight
+
+
+def test_what_has_a_forward_of_its_own_stays_itself() -> None:
+    model = tiny_llama()
+    model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward
+    target = Target(model)
+    assert target.with_few_rows().for_rounds(target.decoder) is target.decoder
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
