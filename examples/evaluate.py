@@ -41,6 +41,9 @@ class Arguments(Options):
     drafter_list: str | None = option("Ids by the drafter's proposals: vocabtrim-drafter.", default=None)
     coral: str | None = option("Folder of CORAL's router.", default=None)
     dynaspec: str | None = option("Folder of DynaSpec's router.", default=None)
+    time_drafts: bool = option(
+        "Measure how long drafting takes; on a GPU rounds then wait for each other.", default=False
+    )
 
     def chosen_arms(self) -> list[Arm]:
         """What --suite and --arms name."""
@@ -51,6 +54,7 @@ class Arguments(Options):
             drafter_list=self.drafter_list,
             coral=self.coral,
             dynaspec=self.dynaspec,
+            time_drafts=self.time_drafts,
         )
         return parse_arms(_names(self.arms), _names(self.suite), resources)
 

@@ -161,6 +161,7 @@ class MicroSpecConfig:
         fallback: measure whether drafting pays, and take plain steps where it does not (see `stats.switches`); never
             while sampling, where a seed must repeat the text. False: every pass drafts, so that acceptance lengths can
             be compared.
+        time_drafts: measure how long drafting takes (`stats.draft_seconds`). Captured rounds then wait for each other.
     """
 
     tree: TreeConfig | Literal["auto"] = field(default_factory=TreeConfig)
@@ -168,6 +169,7 @@ class MicroSpecConfig:
     prefill_chunk: int = 2048
     engine: Literal["auto", "eager", "graphs", "compiled"] = "auto"
     fallback: bool = True
+    time_drafts: bool = False
 
     def __post_init__(self) -> None:
         tree: Any = self.tree

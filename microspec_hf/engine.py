@@ -7,6 +7,7 @@ is a round, whatever the length of the text.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -27,11 +28,50 @@ MAX_CAPTURES = 16
 """Captures that are kept; lengths that outgrow their buffers are captured anew."""
 
 
-class Rounds:
-    """Runs every round as it is."""
+class Clock:
+    """Measures one stretch of each round, `with clock:`, where it runs.
 
-    run_ahead = False
-    """Whether the next round may begin before the host has seen what this one decided."""
+    Args:
+        device: that runs it. What a GPU does is measured there, also in a round that is replayed.
+    """
+
+    def __init__(self, device: torch.device):
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        if device.type == "cuda":  # external: captured in a graph, they are recorded anew by every replay
+            self._events = tuple(torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        self._started = self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Of the latest round; the device must be done with it."""
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else self._seconds
+
+
+class Rounds:
+    """Runs every round as it is.
+
+    Args:
+        clock: measures how long drafting takes.
+    """
+
+    is_captured = False
+
+    def __init__(self, clock: Clock | None = None):
+        self.clock = clock
+
+    @property
+    def run_ahead(self) -> bool:
+        """Whether the next round may begin before the host has seen what this one decided."""
+        return self.is_captured and self.clock is None
 
     def run(self, key: Hashable, decide: Callable[[], Outcome], reads: Any = None) -> Outcome:
         """The result of `decide()`; its device work depends on the contents of buffers and on `key` alone.
@@ -52,11 +92,13 @@ class CapturedRounds(Rounds):
 
     Args:
         capture: how to capture; by default in a CUDA graph.
+        clock: see `Rounds`.
     """
 
-    run_ahead = True
+    is_captured = True
 
-    def __init__(self, capture: Capture | None = None):
+    def __init__(self, capture: Capture | None = None, clock: Clock | None = None):
+        super().__init__(clock)
         self._capture = capture or CudaCapture()
         self.refusal: str | None = None
         self._slots: list[tuple[Tensor, torch.cuda.Event]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from microspec_hf import ops
 from microspec_hf.candidate_generator import MicroSpecCandidateGenerator
-from microspec_hf.engine import Rounds
+from microspec_hf.engine import Clock, Rounds
 from microspec_hf.hf import Sight, Target, TreeCache
 from microspec_hf.plain import NoDrafter
 from microspec_hf.state import GenerationState
@@ -187,8 +188,10 @@ def launch(
     cache.reserve(cache.length + slack + max(text.drafter.tree.num_nodes for text in texts))
     key = draft, record, cache.shape, *((text.drafter.size, text.rule.key) for text in texts)
     if not all(text.drafter.can_be_captured(draft) for text in texts):
-        rounds = AS_THEY_ARE
-    decided = rounds.run(key, lambda: _decide(target, texts, cache, record, draft), [text.rule for text in texts])
+        rounds = Rounds(rounds.clock)
+    decided = rounds.run(
+        key, lambda: _decide(target, texts, cache, record, draft, rounds.clock), [text.rule for text in texts]
+    )
     return Launched(texts, decided, rounds.send(decided.news))
 
 
@@ -223,9 +226,17 @@ class _Decided:
     layers: tuple[Tensor, ...]
 
 
-def _decide(target: Target, texts: Sequence[Text], cache: TreeCache, record: Record, draft: bool) -> _Decided:
+def _decide(
+    target: Target,
+    texts: Sequence[Text],
+    cache: TreeCache,
+    record: Record,
+    draft: bool,
+    clock: Clock | None = None,
+) -> _Decided:
     """The device part of a round; every buffer that the next one starts from is written in its place."""
-    trees = [_draft(text, draft, target.position_limit) for text in texts]
+    with clock or nullcontext():
+        trees = [_draft(text, draft, target.position_limit) for text in texts]
     hidden, layers = _target_pass(target, texts, trees, cache, record)
     logits = _logits(target, hidden)
     most = max(max(1, text.drafter.vocabulary.verify_candidates) for text in texts)

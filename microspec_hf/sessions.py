@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from microspec_hf.candidate_generator import DraftStep, MicroSpecCandidateGenerator
 from microspec_hf.config import MicroSpecConfig, TreeConfig
 from microspec_hf.eagle import EagleHead
-from microspec_hf.engine import CapturedRounds, Rounds, can_capture
+from microspec_hf.engine import CapturedRounds, Clock, Rounds, can_capture
 from microspec_hf.hf import WORD, Target, TreeCache, TreePass, check_tree_pass
 from microspec_hf.loop import Drafter
 from microspec_hf.plain import NoDrafter
@@ -79,7 +79,11 @@ class Plan:
     def key(self) -> Hashable:
         if self.head is None:
             return None
-        return id(self.head), self.config.vocabulary, self.tree, tuple(self.stop_ids)
+        return id(self.head), self.config.vocabulary, self.tree, tuple(self.stop_ids), self.config.time_drafts
+
+    def clock(self, target: Target) -> Clock | None:
+        """What measures the drafts, where that is asked for."""
+        return Clock(target.head.device) if self.config.time_drafts else None
 
     def drafter(self, target: Target, tree_pass: TreePass | None = None) -> Drafter:
         """A drafter for one text after the other."""
@@ -95,8 +99,9 @@ def open_sessions(target: Target, plan: Plan) -> Iterator[list[Session]]:
     """A place for each text of a call: kept ones whose rounds are captured, where that is possible, else new ones."""
     engine = _engine(target, plan)
     if engine is None:
+        rounds = Rounds(plan.clock(target))
         yield [
-            Session(target, plan.drafter(target), target.new_cache(), GenerationState.empty(target.device), Rounds())
+            Session(target, plan.drafter(target), target.new_cache(), GenerationState.empty(target.device), rounds)
             for _ in range(plan.num_rows)
         ]
         return
@@ -146,7 +151,9 @@ class Engine:
         key = plan.key, id(tree_pass)
         if key not in self._sessions:
             drafter, state = plan.drafter(self.target, tree_pass), GenerationState.empty(self.target.device)
-            self._sessions[key] = Session(self.target, drafter, self.cache, state, CapturedRounds())
+            self._sessions[key] = Session(
+                self.target, drafter, self.cache, state, CapturedRounds(clock=plan.clock(self.target))
+            )
         self._sessions.move_to_end(key)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)

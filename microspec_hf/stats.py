@@ -22,6 +22,8 @@ class SpeculationStats:
         rows_gathered: rows copied into the packed buffer, over the call.
         evicted: ids that left the active vocabulary, over the call.
         prefill_seconds, decode_seconds: wall time before and after the first token.
+        draft_seconds: of the decoding, the time in which trees were drafted, on the device that drafts; 0.0 unless
+            `MicroSpecConfig.time_drafts`. In a batch, of all its texts together.
         tree: the tree that was used, as a dict; empty for plain decoding.
         is_captured: whether rounds were replayed from CUDA graphs.
     """
@@ -37,6 +39,7 @@ class SpeculationStats:
     evicted: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_seconds: float = 0.0
     tree: dict[str, int] = field(default_factory=dict)
     is_captured: bool = False
 

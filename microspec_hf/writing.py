@@ -127,7 +127,7 @@ def write(
     prefilled = time.perf_counter()
     joint = TreeCache.stack(waiting) if waiting else sessions[0].cache
     # A sampled text must not hang on the clock: plain steps and trees take different random numbers.
-    is_paced = config.fallback and not rounds.run_ahead and not any(rule.do_sample for rule, _ in prompts)
+    is_paced = config.fallback and not rounds.is_captured and not any(rule.do_sample for rule, _ in prompts)
     begun: list[tuple[bool, Launched]] = []
 
     def begin() -> None:
@@ -148,6 +148,7 @@ def write(
         for progress, emission in zip(active, emissions, strict=True):
             if drafts and progress.stats.num_levels:
                 progress.stats.emitted.append(len(emission.tokens))
+                progress.stats.draft_seconds += rounds.clock.seconds() if rounds.clock else 0.0
             else:
                 progress.stats.plain_steps += 1
         going = [not p.take(emission) for p, emission in zip(active, emissions, strict=True)]
@@ -160,7 +161,7 @@ def write(
     for progress in everyone:
         progress.finish(drops_round=bool(begun))
         progress.stats.switches = [asdict(switch) for switch in pace.switches]
-        progress.stats.is_captured = rounds.run_ahead
+        progress.stats.is_captured = rounds.is_captured
         progress.stats.prefill_seconds = prefilled - started
         progress.stats.decode_seconds = time.perf_counter() - prefilled
     return everyone

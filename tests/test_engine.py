@@ -31,8 +31,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CapturedRounds]:
     """Rounds can be captured here, and are listed as they are made. The ops behave as on a GPU."""
     made: list[CapturedRounds] = []
 
-    def make() -> CapturedRounds:
-        made.append(CapturedRounds(capture))
+    def make(**options: Any) -> CapturedRounds:
+        made.append(CapturedRounds(capture, **options))
         return made[-1]
 
     monkeypatch.setattr(sessions, "CapturedRounds", make)
@@ -102,6 +102,24 @@ def test_plain_decoding_on_the_engine(made: list[CapturedRounds]) -> None:
     assert got.sequences.tolist() == plain(model, prompt, max_new_tokens=20).tolist()
     assert (got.stats[0].plain_steps, got.stats[0].rounds) == (19, 0)
     assert made[0].num_replays > 15
+
+
+def test_timed_rounds_wait_for_each_other(made: list[CapturedRounds]) -> None:
+    """A round that begins before the last one is read would move the marks that its time is read from."""
+    model, head = controlled_pair(scale=0.05)
+    ask: dict[str, Any] = {"drafter": head, "max_new_tokens": 40}
+    options = {"engine": "graphs", "vocabulary": "dynamic"}
+    for _ in range(2):
+        captured, eager = both(model, random_prompt(model, 9), **ask, microspec={**options, "time_drafts": True})
+        assert captured.sequences.tolist() == eager.sequences.tolist()
+        assert captured.stats[0].emitted == eager.stats[0].emitted
+        assert captured.stats[0].is_captured
+        assert captured.stats[0].draft_seconds > 0
+    (rounds,) = made
+    assert not rounds.run_ahead
+    untimed, _ = both(model, random_prompt(model, 9), **ask, microspec=options)
+    assert untimed.stats[0].draft_seconds == 0.0
+    assert made[1].run_ahead  # rounds of their own
 
 
 def test_batch_runs_eagerly(made: list[CapturedRounds]) -> None:
@@ -256,7 +274,7 @@ def test_what_cannot_be_captured_runs_eagerly(
     def refuse(decide: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(sessions, "CapturedRounds", lambda: CapturedRounds(refuse))
+    monkeypatch.setattr(sessions, "CapturedRounds", lambda **options: CapturedRounds(refuse, **options))
     model = tiny_llama()
     prompt = random_prompt(model)
     for _ in range(2):

@@ -55,6 +55,19 @@ def test_text_is_that_of_the_target(name: str, kind: str, engine: str) -> None:
         assert got.stats[0].is_captured == (engine != "eager")
 
 
+@pytest.mark.parametrize("engine", ["graphs", "eager"])
+def test_drafting_is_timed_on_the_device(engine: str) -> None:
+    model = on_gpu(tiny_llama())
+    ask: dict[str, Any] = {"drafter": random_head(model).to("cuda"), "max_new_tokens": 40}
+    prompt = random_prompt(model).to("cuda")
+    options = {"engine": engine, "tree": TREE, "time_drafts": True}
+    for _ in range(2):
+        got = speculate(model, prompt, microspec=options, return_dict_in_generate=True, **ask)
+        assert got.sequences.tolist() == plain(model, prompt, max_new_tokens=40).tolist()
+        stats = got.stats[0]
+        assert 1e-5 * stats.rounds < stats.draft_seconds < stats.decode_seconds
+
+
 def test_plain_decoding_on_the_engine() -> None:
     model = on_gpu(tiny_llama())
     prompt = random_prompt(model).to("cuda")

@@ -823,6 +823,19 @@ def test_statistics() -> None:
     assert stats.decode_seconds > 0
 
 
+def test_drafting_is_timed_where_asked_for() -> None:
+    model, head = controlled_pair(scale=0.1)
+    prompt = random_prompt(model, 9)
+    ask: dict[str, Any] = {"drafter": head, "max_new_tokens": 40, "return_dict_in_generate": True}
+    usual = speculate(model, prompt, **ask)
+    timed = speculate(model, prompt, microspec={"time_drafts": True}, **ask)
+    assert timed.sequences.tolist() == usual.sequences.tolist()
+    assert usual.stats[0].draft_seconds == 0.0
+    assert 0 < timed.stats[0].draft_seconds < timed.stats[0].decode_seconds
+    alone = speculate(model, prompt, microspec={"time_drafts": True}, **ask | {"drafter": None})
+    assert alone.stats[0].draft_seconds == 0.0
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     model, head = controlled_pair(scale=0.1)
     prompts = [random_prompt(model, 9, seed) for seed in range(4)]

@@ -102,6 +102,20 @@ def acceptance_by_depth(results: Results) -> list[dict[str, Any]]:
     ]
 
 
+def draft_time(results: Results) -> list[dict[str, Any]]:
+    """How long drafting takes in a round, by arm and task: `arm`, `task`, `draft_ms`, `change` against `FULL`.
+
+    Nothing unless it was measured; `change` is None without that arm.
+    """
+    rows = [row for row in main_table(results) if row["draft_ms"] is not None]
+    full = {row["task"]: row["draft_ms"] for row in rows if row["arm"] == FULL}
+    return [
+        {"arm": row["arm"], "task": row["task"], "draft_ms": row["draft_ms"]}
+        | {"change": row["draft_ms"] / full[row["task"]] - 1 if row["task"] in full else None}
+        for row in rows
+    ]
+
+
 def sensitivity(results: Results) -> list[dict[str, Any]]:
     """How figures over all tasks change with one option: rows for every option that was varied.
 

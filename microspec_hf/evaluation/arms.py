@@ -86,6 +86,7 @@ class Resources:
         calibrated_list: ids by how often the target emits them, for vocabtrim.
         drafter_list: ids by how often the drafter proposes them, for vocabtrim-drafter.
         coral, dynaspec: folders of trained routers.
+        time_drafts: see `MicroSpecConfig`.
     """
 
     tree: TreeConfig = dataclasses.field(default_factory=TreeConfig)
@@ -94,6 +95,7 @@ class Resources:
     drafter_list: str | None = None
     coral: str | None = None
     dynaspec: str | None = None
+    time_drafts: bool = False
 
     def need(self, name: str, arm: str) -> str:
         """The file or folder behind an option.
@@ -170,8 +172,8 @@ def parse_arm(name: str, resources: Resources) -> Arm:
         raise ValueError(f"The arm {name!r} has no option {', '.join(foreign)}; only its tree can be changed.")
     chosen = _vocabulary(name, method, size, vocabulary, resources)
     # Every pass drafts: arms that fall back to plain steps could not be compared.
-    config = MicroSpecConfig(dataclasses.replace(resources.tree, **tree), chosen, fallback=False)
-    return Arm(name, config)
+    shape = dataclasses.replace(resources.tree, **tree)
+    return Arm(name, MicroSpecConfig(shape, chosen, fallback=False, time_drafts=resources.time_drafts))
 
 
 def _vocabulary(

@@ -73,6 +73,19 @@ def draw_depths(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     _finish(figure, axes, path, "depth in the draft tree", "rounds that accept at least so deep")
 
 
+def draw_draft_time(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """`analyses.draft_time`: milliseconds by task, a line for each arm."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for arm, style in zip(dict.fromkeys(row["arm"] for row in rows), _styles(), strict=False):
+        line = [row for row in rows if row["arm"] == arm]
+        axes.plot([tasks.index(row["task"]) for row in line], [row["draft_ms"] for row in line], label=arm, **style)
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_ylim(bottom=0)
+    _finish(figure, axes, path, "task", "drafting in a round, ms")
+
+
 def draw_sensitivity(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Rows of `analyses.sensitivity` for one option: acceptance length and coverage by its value, a line a base."""
     pyplot = _pyplot()

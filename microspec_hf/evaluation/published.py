@@ -49,6 +49,9 @@ PUBLISHED = (
 TABLE_1 = {row.arm: row for row in PUBLISHED if row.source == MICROSPEC}
 """MicroSpec's own table, by arm."""
 
+DRAFT_TIME = {"eagle2": -0.516, "fr-spec-32k": -0.203}
+"""How much less time MicroSpec drafts than these arms (MicroSpec, abstract and section 5)."""
+
 NOTES = (
     "CORAL's and DynaSpec's rows in MicroSpec's table are figures that its authors took over or computed; CORAL's "
     "drafter was trained otherwise, which is why its acceptance length is above the whole head's.",

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from microspec_hf.evaluation.acceptance import OVERALL
-from microspec_hf.evaluation.analyses import acceptance_by_depth, coverage_by_size, oracle_speed, sensitivity, write_csv
-from microspec_hf.evaluation.figures import draw_coverage, draw_depths, draw_oracle, draw_sensitivity
-from microspec_hf.evaluation.published import NOTES, PUBLISHED, TABLE_1
+from microspec_hf.evaluation.analyses import (
+    acceptance_by_depth,
+    coverage_by_size,
+    draft_time,
+    oracle_speed,
+    sensitivity,
+    write_csv,
+)
+from microspec_hf.evaluation.figures import draw_coverage, draw_depths, draw_draft_time, draw_oracle, draw_sensitivity
+from microspec_hf.evaluation.published import DRAFT_TIME, NOTES, PUBLISHED, TABLE_1
 from microspec_hf.evaluation.results import FULL, Results, main_table, read_results
 
 PAGE = "report.md"
@@ -31,6 +39,10 @@ class Claim:
     arms: tuple[str, str]
     figure: str
     holds: Callable[[float, float], bool]
+
+
+def _is_below(share: float, ours: float, theirs: float) -> bool:
+    return ours <= share * theirs
 
 
 def _published(*arms: str) -> str:
@@ -84,6 +96,15 @@ CLAIMS = (
         )
         for other in ("plain", FULL, "fr-spec-32k", "coral-32k", "dynaspec-27k")
     ),
+    *(
+        Claim(
+            f"MicroSpec's drafting takes {-change:.1%} less time than that of {other}, or less still",
+            ("microspec", other),
+            "draft_ms",
+            partial(_is_below, 1 + change),
+        )
+        for other, change in DRAFT_TIME.items()
+    ),
 )
 
 
@@ -111,6 +132,7 @@ def write_report(folder: str | Path, token_ids: Sequence[int] | None = None, out
         _acceptance(results, table),
         "## Speed\n",
         _speed(table),
+        *(["## Drafting\n", _drafting(results)] if draft_time(results) else []),
         "## Beside the papers\n",
         _beside(table),
         "## What was reproduced\n",
@@ -139,6 +161,10 @@ def _draw(results: Results, token_ids: Sequence[int] | None, folder: Path) -> li
         write_csv(folder / "coverage_by_size.csv", coverage)
         draw_coverage(folder / "coverage_by_size.png", coverage)
         drawn.append(("coverage_by_size", "Coverage of the target's tokens against the rows of the LM head."))
+    if times := draft_time(results):
+        write_csv(folder / "draft_time.csv", times)
+        draw_draft_time(folder / "draft_time.png", times)
+        drawn.append(("draft_time", "Time that drafting takes in a round, by task."))
     speeds = oracle_speed(results)
     if sum(row["kind"] in ("static", "full") for row in speeds) > 1:
         write_csv(folder / "oracle_speed.csv", speeds)
@@ -207,6 +233,21 @@ def _speed(table: Sequence[dict[str, Any]]) -> str:
     return _table(["arm", "tok/s", "speed-up", "prefill"], rows) + f"\nSpeed-up: {against}.\n"
 
 
+def _drafting(results: Results) -> str:
+    rows = draft_time(results)
+    times = {(row["arm"], row["task"]): row for row in rows}
+    tasks = [*results.tasks[:-1], OVERALL]
+    lines = [
+        [
+            f"`{arm}`",
+            *(f"{times[arm, task]['draft_ms']:.2f}" for task in tasks),
+            "" if (change := times[arm, OVERALL]["change"]) is None else f"{change:+.1%}",
+        ]
+        for arm in dict.fromkeys(row["arm"] for row in rows)
+    ]
+    return _table(["arm, ms in a round", *tasks, f"against `{FULL}`"], lines)
+
+
 def _beside(table: Sequence[dict[str, Any]]) -> str:
     ours = {row["arm"]: row for row in table if row["task"] == OVERALL}
     fast = ours.get(table[0]["baseline"] or "")
@@ -243,6 +284,9 @@ def _verdicts(table: Sequence[dict[str, Any]]) -> str:
             rows.append([claim.text, "not measured", f"no arm {', '.join(f'`{arm}`' for arm in missing)}"])
             continue
         figures = [ours[arm][claim.figure] for arm in claim.arms]
+        if None in figures:
+            rows.append([claim.text, "not measured", f"no {claim.figure}"])
+            continue
         verdict = "reproduced" if claim.holds(*figures) else "**not reproduced**"
         shown = ", ".join(f"`{arm}` {figure:,.2f}" for arm, figure in zip(claim.arms, figures, strict=True))
         rows.append([claim.text, verdict, shown])

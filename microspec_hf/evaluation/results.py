@@ -77,7 +77,8 @@ def arm_figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         Beside the figures of `summarize`: `prompts`, `turns`, `seconds`, `tokens_per_second` (all new tokens over all
         wall time, prefill included), `mean_tokens_per_second` (mean over the prompts of each one's own),
-        `prefill_seconds` (mean of a turn) and `prefill_share` of the wall time; both None in a plain arm.
+        `prefill_seconds` (mean of a turn), `prefill_share` of the wall time, and `draft_ms`, the drafting of a round
+        where it was measured (`MicroSpecConfig.time_drafts`); each None where there is nothing of the kind.
 
     Raises:
         ValueError: there is no record.
@@ -89,6 +90,7 @@ def arm_figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tokens = [sum(choice.get("new_tokens", [])) for choice in choices]
     speeds = [count / time for count, time in zip(tokens, seconds, strict=True) if time]
     prefills = [turn["prefill_seconds"] for choice in choices for turn in choice.get("stats", []) if turn]
+    drafting = sum(turn.draft_seconds for turn in stats)
     return figures | {
         "prompts": len(records),
         "turns": len(stats),
@@ -97,6 +99,7 @@ def arm_figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mean_tokens_per_second": sum(speeds) / len(speeds) if speeds else 0.0,
         "prefill_seconds": sum(prefills) / len(prefills) if prefills else None,
         "prefill_share": sum(prefills) / sum(seconds) if prefills and sum(seconds) else None,
+        "draft_ms": 1000 * drafting / figures["rounds"] if drafting and figures["rounds"] else None,
     }
 
 

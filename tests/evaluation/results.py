@@ -21,6 +21,7 @@ def answer(
     ids: Sequence[int] | None = None,
     coverage: float = 1.0,
     active: float = 100.0,
+    draft_ms: float = 0.0,
 ) -> dict[str, Any]:
     """A record of one turn; `emitted` None is a plain arm's, which then writes 11 tokens."""
     count = 11 if emitted is None else sum(emitted) + 1
@@ -35,6 +36,7 @@ def answer(
             "mean_active_vocabulary": active,
             "prefill_seconds": seconds / 4,
             "decode_seconds": seconds * 3 / 4,
+            "draft_seconds": draft_ms / 1000 * len(lengths),
             "a_field_of_a_later_version": 1,
         }
     choice = {

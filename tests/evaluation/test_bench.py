@@ -57,7 +57,7 @@ def test_arms_run_and_give_one_text(pair: tuple[Any, Any]) -> None:
 def test_a_round_is_taken_apart(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounds are captured, the parts of a round of the latest text are timed; here the capture is emulated."""
     model, head = pair
-    monkeypatch.setattr(sessions, "CapturedRounds", lambda: CapturedRounds(capture))
+    monkeypatch.setattr(sessions, "CapturedRounds", lambda **options: CapturedRounds(capture, **options))
     monkeypatch.setattr(sessions, "can_capture", lambda devices: True)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(ops, "used_slots", lambda token_of: token_of.shape[0])

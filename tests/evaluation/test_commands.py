@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from safetensors.torch import save_file
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
 from microspec_hf import EagleHead
 from microspec_hf.autotune import candidate_trees
@@ -234,9 +236,15 @@ def test_the_library_needs_no_command_line_packages() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_static_list_counts_answers_and_not_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def static_list(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    static_list = importlib.import_module("static_list")
+    return importlib.import_module("static_list")
+
+
+def test_static_list_counts_answers_and_not_prompts(
+    static_list: Any, pair_folders: PairFolders, tmp_path: Path
+) -> None:
     (tmp_path / "answers").mkdir()
     responses = {
         "ids": torch.tensor([7, 7, 7, 5, 4, 7, 4, 4, 9], dtype=torch.int32),
@@ -246,10 +254,48 @@ def test_static_list_counts_answers_and_not_prompts(monkeypatch: pytest.MonkeyPa
     }
     save_file(responses, tmp_path / "answers" / "0.safetensors")
     output = tmp_path / "ids.json"
-    static_list.main(static_list.Arguments(str(tmp_path / "answers"), 10, str(output)))
+    source = {"answers": str(tmp_path / "answers")}
+    static_list.main(static_list.Arguments(pair_folders.target, str(output), **source))
     assert read(output) == [4, 5, 9]
-    static_list.main(static_list.Arguments(str(tmp_path / "answers"), 10, str(output), size=2))
+    static_list.main(static_list.Arguments(pair_folders.target, str(output), **source, size=2))
     assert read(output) == [4, 5]
+    static_list.main(static_list.Arguments(pair_folders.target, str(output), **source, max_answers=1))
+    assert read(output) == [4, 5]
+    static_list.main(
+        static_list.Arguments(pair_folders.target, str(output), **source, drafter=pair_folders.drafter, size=20)
+    )
+    assert len(set(read(output))) == 20
+
+
+def test_static_list_counts_a_corpus(static_list: Any, pair_folders: PairFolders, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pair_folders.target)
+    lines = ["one two two", "two one three"]
+    counts = Counter(i for line in lines for i in tokenizer(line, add_special_tokens=False)["input_ids"])
+    expected = sorted(counts, key=lambda i: (-counts[i], i))
+    json_lines = json.dumps({"text": lines[0]}) + "\n" + json.dumps({"prompt": lines[1]}) + "\n"
+    (tmp_path / "a.jsonl").write_text(json_lines)
+    (tmp_path / "d.txt").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines.encode()))
+    for name in ("a.jsonl", "b.jsonl.gz", "d.txt"):
+        output = tmp_path / "ids.json"
+        static_list.main(static_list.Arguments(pair_folders.target, str(output), corpus=str(tmp_path / name)))
+        assert read(output) == expected
+    (tmp_path / "c.jsonl").write_text(json_lines + "{}\n")
+    with pytest.raises(SystemExit, match='line 3: expected a JSON object with a "text" or a "prompt"'):
+        static_list.main(static_list.Arguments(pair_folders.target, "x.json", corpus=str(tmp_path / "c.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either --answers or --corpus"),
+        ({"answers": "a", "corpus": "b"}, "either --answers or --corpus"),
+        ({"corpus": "b", "drafter": "d"}, "--drafter counts along --answers"),
+    ],
+)
+def test_static_list_needs_one_source(static_list: Any, options: dict[str, str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        static_list.main(static_list.Arguments("nowhere", "x.json", **options))
 
 
 def test_batches(run: Callable[..., Any], data: Path, tmp_path: Path) -> None:

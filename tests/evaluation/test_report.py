@@ -12,7 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from microspec_hf.cli import app
-from microspec_hf.evaluation.analyses import acceptance_by_depth, coverage_by_size, oracle_speed, sensitivity
+from microspec_hf.evaluation.analyses import (
+    acceptance_by_depth,
+    coverage_by_size,
+    draft_time,
+    oracle_speed,
+    sensitivity,
+)
 from microspec_hf.evaluation.arms import Resources
 from microspec_hf.evaluation.comparison import compare_results
 from microspec_hf.evaluation.figures import LINES, MARKERS, _styles
@@ -135,6 +141,25 @@ def test_oracle_speed(folder: Path) -> None:
     small = rows["fr-spec-8k"]
     # A quarter is prefill; rounds that emit 3 tokens and not 7 / 4 leave 7 / 12 of the rest.
     assert small["oracle_tokens_per_second"] == pytest.approx(small["tokens_per_second"] / (0.25 + 0.75 * 7 / 12))
+
+
+def test_draft_time(folder: Path, tmp_path: Path) -> None:
+    assert draft_time(read_results(folder)) == []  # it was not measured
+    assert "## Drafting" not in write_report(folder).read_text()
+    records = {
+        arm: [answer("a", "math", arm, [2, 2], 1.0, draft_ms=4 * ms), answer("b", "code", arm, [3], 1.0, draft_ms=ms)]
+        for arm, ms in (("eagle2", 10.0), ("microspec", 4.0))
+    }
+    timed = write_results(tmp_path / "timed", records, Resources())
+    rows = {(row["arm"], row["task"]): row for row in draft_time(read_results(timed))}
+    assert rows["microspec", "math"]["draft_ms"] == pytest.approx(16)
+    assert rows["microspec", "all"]["draft_ms"] == pytest.approx((2 * 16 + 4) / 3)  # a round counts, not a prompt
+    assert rows["microspec", "all"]["change"] == pytest.approx(-0.6)
+    text = write_report(timed).read_text()
+    assert "| `microspec` | 16.00 | 4.00 | 12.00 | -60.0% |" in text
+    assert re.search(r"drafting takes 51\.6% less time than that of eagle2.* \| reproduced \|", text)
+    assert re.search(r"drafting takes 20\.3% less time than that of fr-spec-32k.* \| not measured \|", text)
+    assert (timed / "figures" / "draft_time.png").exists()
 
 
 def test_sensitivity(folder: Path) -> None:
