@@ -12,6 +12,8 @@ from microspec_hf.evaluation.acceptance import OVERALL
 LINES = ("-", "--", ":")  # three, and eight markers: 24 pairs
 MARKERS = "os^vD*hP"
 SHADES = ("0.0", "0.35", "0.55")
+POINT: dict[str, Any] = {"facecolor": "1.0", "edgecolor": "0.0", "s": 110, "zorder": 3}
+"""Large and hollow, so that a point is not taken for one of a line."""
 
 
 def draw_coverage(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -26,16 +28,7 @@ def draw_coverage(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     arms = list(dict.fromkeys(row["vocabulary"] for row in rows if row["vocabulary"] != "list"))
     for arm, marker in zip(arms, cycle(MARKERS), strict=False):
         points = [row for row in rows if row["vocabulary"] == arm and row["task"] == OVERALL]
-        # Large and hollow, so that a point is not taken for one of a line.
-        axes.scatter(
-            *_columns(points, "rows", "coverage"),
-            marker=marker,
-            facecolor="1.0",
-            edgecolor="0.0",
-            s=110,
-            zorder=3,
-            label=arm,
-        )
+        axes.scatter(*_columns(points, "rows", "coverage"), label=arm, marker=marker, **POINT)
     sizes = sorted({row["rows"] for row in rows if row["vocabulary"] == "list"})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -53,8 +46,7 @@ def draw_oracle(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(*_columns(static, "rows", name), label=label, **style)
     others = [row for row in rows if row["kind"] not in ("static", "full")]
     for row, marker in zip(others, cycle(MARKERS), strict=False):
-        look = {"marker": marker, "facecolor": "1.0", "edgecolor": "0.0", "s": 110, "zorder": 3}
-        axes.scatter([row["rows"]], [row["tokens_per_second"]], label=row["arm"], **look)
+        axes.scatter([row["rows"]], [row["tokens_per_second"]], label=row["arm"], marker=marker, **POINT)
     sizes = [row["rows"] for row in static]
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])

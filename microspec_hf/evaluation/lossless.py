@@ -8,8 +8,6 @@ What tells such a tie from a fault is how far the two tokens' scores are apart w
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
@@ -28,7 +25,7 @@ from microspec_hf.eagle import EagleHead
 from microspec_hf.evaluation.decoding import decode, decode_plainly, exact_matmul, next_token_scores
 from microspec_hf.evaluation.journal import Journal
 from microspec_hf.evaluation.prompts import Prompt, Tokenizer, prompt_ids
-from microspec_hf.evaluation.provenance import provenance
+from microspec_hf.evaluation.provenance import digest, pair_settings
 
 NEAR_TIE = {torch.float64: 16, torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
 """A gap is a near tie up to so many roundings of the largest score, `NEAR_TIE[dtype] * eps(dtype) *
@@ -299,18 +296,7 @@ def _settings(
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """What the texts depend on; a journal serves only runs for which all of it is the same."""
-    return {
-        "target": Path(str(model.config._name_or_path)).name,
-        "drafter": _digest([p.detach().flatten()[:1024].tolist() for p in drafter.parameters()]),
-        "configurations": {name: _digest(config.to_dict()) for name, config in configurations.items()},
-        "dtype": str(model.dtype),
-        "attention": model.config._attn_implementation,
+    return pair_settings(model, drafter) | {
+        "configurations": {name: digest(config.to_dict()) for name, config in configurations.items()},
         "max_new_tokens": max_new_tokens,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git_revision": provenance()["git_revision"],
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -12,8 +14,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 import microspec_hf
+from microspec_hf.eagle import EagleHead
 
 
 def provenance(**arguments: Any) -> dict[str, Any]:
@@ -46,6 +50,24 @@ def provenance(**arguments: Any) -> dict[str, Any]:
         "arguments": _portable(arguments),
         "utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def pair_settings(model: PreTrainedModel, drafter: EagleHead) -> dict[str, Any]:
+    """What every text and tree of a pair depends on, JSON-ready: a run that is taken up again must have the same."""
+    origin = provenance()
+    return {
+        "target": Path(str(model.config._name_or_path)).name,
+        "drafter": digest([p.detach().flatten()[:1024].tolist() for p in drafter.parameters()]),
+        "dtype": str(model.dtype),
+        "attention": model.config._attn_implementation,
+        "versions": origin["versions"],
+        "git_revision": origin["git_revision"],
+    }
+
+
+def digest(value: Any) -> str:
+    """A short name of a JSON-ready value, the same for equal ones."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def device_name(device: Any = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from microspec_hf.evaluation.answers import Answerer
 from microspec_hf.evaluation.arms import Arm
 from microspec_hf.evaluation.journal import Journal
 from microspec_hf.evaluation.prompts import Prompt
-from microspec_hf.evaluation.provenance import provenance
+from microspec_hf.evaluation.provenance import digest, pair_settings, provenance
 
 PROVENANCE = "provenance.json"
 UNFINISHED = "unfinished"
@@ -79,8 +78,8 @@ def evaluate(
     """
     me = processes or Alone()
     _refuse_finished(output)
-    settings = _settings(answerer)
-    versions = {arm.name: _digest(arm.config and arm.config.to_dict()) for arm in arms}
+    settings = pair_settings(answerer.model, answerer.drafter) | {"decoding": vars(answerer.decoding)}
+    versions = {arm.name: digest(arm.config and arm.config.to_dict()) for arm in arms}
     too_long = {p.id: int(ids.shape[1]) for p in prompts if not answerer.fits(ids := answerer.first_ids(p))}
     kept = [prompt for prompt in prompts if prompt.id not in too_long]
     if not kept:
@@ -150,24 +149,6 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str]:
 def _refuse_finished(output: Path) -> None:
     if (output / PROVENANCE).exists():
         raise ValueError(f"{output} holds a finished evaluation already. Name another folder, or remove it first.")
-
-
-def _settings(answerer: Answerer) -> dict[str, Any]:
-    """What every answer depends on. Arms and prompts may be added to an unfinished run."""
-    origin = provenance()
-    return {
-        "target": Path(str(answerer.model.config._name_or_path)).name,
-        "drafter": _digest([p.detach().flatten()[:1024].tolist() for p in answerer.drafter.parameters()]),
-        "dtype": str(answerer.model.dtype),
-        "attention": answerer.model.config._attn_implementation,
-        "decoding": vars(answerer.decoding),
-        "versions": origin["versions"],
-        "git_revision": origin["git_revision"],
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _without_folders(described: dict[str, Any]) -> dict[str, Any]:

@@ -76,32 +76,47 @@ class TrainConfig:
     stage: str = "all"
 
     def __post_init__(self) -> None:
-        self._one_of("optimizer", "muon", "adamw")
-        self._one_of("cache_features", "auto", "always", "never")
-        self._one_of("stage", "answers", "train", "all")
-        for name in (
-            "max_prompt_tokens",
-            "max_new_tokens",
-            "answer_tokens",
-            "epochs",
-            "batch_tokens",
-            "unroll",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}.")
-        for name in ("max_prompts", "answer_seconds", "train_seconds", "intermediate_size"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be more than 0 or left out, got {getattr(self, name)!r}.")
-        for name in ("learning_rate", "temperature", "clip", "step_decay"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)!r}.")
+        require_one_of(self, "optimizer", "muon", "adamw")
+        require_one_of(self, "cache_features", "auto", "always", "never")
+        require_one_of(self, "stage", "answers", "train", "all")
+        require_count(self, "max_prompt_tokens", "max_new_tokens", "answer_tokens", "epochs", "batch_tokens", "unroll")
+        require_limit(self, "max_prompts", "answer_seconds", "train_seconds", "intermediate_size")
+        require_positive(self, "learning_rate", "temperature", "clip", "step_decay")
         for name in ("sampled", "feature_weight", "noise"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}.")
-        for name in ("heldout", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a share from 0 to below 1, got {getattr(self, name)!r}.")
+        require_share(self, "heldout", "warmup")
 
-    def _one_of(self, name: str, *choices: str) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}.")
+
+def require_one_of(config: object, name: str, *choices: str) -> None:
+    """Refuse an option with another value."""
+    if getattr(config, name) not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(config, name)!r}.")
+
+
+def require_count(config: object, *names: str) -> None:
+    """Refuse options below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)!r}.")
+
+
+def require_limit(config: object, *names: str) -> None:
+    """Refuse options that are neither None nor above 0."""
+    for name in names:
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
+            raise ValueError(f"{name} must be more than 0 or left out, got {getattr(config, name)!r}.")
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Refuse options that are not above 0."""
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name} must be more than 0, got {getattr(config, name)!r}.")
+
+
+def require_share(config: object, *names: str) -> None:
+    """Refuse options outside of 0 (inclusive) to 1 (exclusive)."""
+    for name in names:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} must be a share from 0 to below 1, got {getattr(config, name)!r}.")

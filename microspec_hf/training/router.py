@@ -17,6 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from microspec_hf.eagle import EagleHead, check_pair, load_drafter
 from microspec_hf.hf import Target, TargetHead
+from microspec_hf.training.config import (
+    require_count,
+    require_limit,
+    require_one_of,
+    require_positive,
+    require_share,
+)
 from microspec_hf.training.data import Batch, Sequences
 from microspec_hf.training.loss import UnrolledHead
 from microspec_hf.training.responses import load_responses
@@ -68,17 +75,11 @@ class RouterTrainConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("coral", "dynaspec"):
-            raise ValueError(f"kind must be 'coral' or 'dynaspec', got {self.kind!r}.")
-        for name in ("groups", "width", "unroll", "epochs", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}.")
-        if self.max_answers is not None and self.max_answers < 1:
-            raise ValueError(f"max_answers must be at least 1 or left out, got {self.max_answers!r}.")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be more than 0, got {self.learning_rate!r}.")
-        if not 0 <= self.heldout < 1:
-            raise ValueError(f"heldout must be a share from 0 to below 1, got {self.heldout!r}.")
+        require_one_of(self, "kind", "coral", "dynaspec")
+        require_count(self, "groups", "width", "unroll", "epochs", "batch_tokens")
+        require_limit(self, "max_answers")
+        require_positive(self, "learning_rate")
+        require_share(self, "heldout")
 
 
 def train_router(config: RouterTrainConfig, progress: bool = True) -> dict[str, Any]:

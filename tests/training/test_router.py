@@ -126,9 +126,9 @@ def test_mass_of_groups() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "static"}, "kind must be 'coral' or 'dynaspec', got 'static'"),
+        ({"kind": "static"}, "kind must be one of 'coral', 'dynaspec', got 'static'"),
         ({"groups": 0}, "groups must be at least 1, got 0"),
-        ({"max_answers": 0}, "max_answers must be at least 1 or left out, got 0"),
+        ({"max_answers": 0}, "max_answers must be more than 0 or left out, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be more than 0"),
         ({"heldout": 1.0}, "heldout must be a share"),
     ],
