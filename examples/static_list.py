@@ -11,7 +11,7 @@
 
 A corpus is a text file, or JSON lines with a `text` or `prompt` each; either may be gzip. How many ids are kept is a
 choice: so many (`--size`), as many as make up a share of all tokens (`--coverage 0.99`), or those that occur so often
-(`--min_count 5`).
+(`--min_count 5`). A short source knows few ids: `--fill corpus.json` puts those of another list behind them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from microspec_hf.eagle import check_pair, load_drafter
 from microspec_hf.hf import Target
 from microspec_hf.training import load_responses
 from microspec_hf.training.proposals import proposals
-from microspec_hf.vocabulary import count_token_ids, save_token_ids
+from microspec_hf.vocabulary import count_token_ids, load_token_ids, save_token_ids
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Arguments:
     size: int | None = option("Length of the list (default: every token that occurs).", default=None)
     coverage: float = option("Share of all tokens that the list makes up.", default=1.0)
     min_count: int = option("How often a token has to occur.", default=1)
+    fill: str | None = option("List whose ids follow those that were counted.", default=None)
     max_answers: int | None = option("Read so many answers only (default: all).", default=None)
 
 
@@ -57,11 +58,13 @@ def main(arguments: Arguments) -> None:
     if arguments.corpus is not None and arguments.drafter is not None:
         raise SystemExit("--drafter counts along --answers; a --corpus is counted as it is.")
     vocab_size = AutoConfig.from_pretrained(arguments.target).get_text_config().vocab_size
-    ids = count_token_ids(
-        sequences(arguments), vocab_size, arguments.size, coverage=arguments.coverage, min_count=arguments.min_count
+    behind = () if arguments.fill is None else load_token_ids(arguments.fill)
+    counted = count_token_ids(
+        sequences(arguments), vocab_size, coverage=arguments.coverage, min_count=arguments.min_count
     )
+    ids = list(dict.fromkeys([*counted, *behind]))[: arguments.size]
     save_token_ids(arguments.output, ids)
-    print(f"Wrote {len(ids)} token ids, most frequent first, to {arguments.output}")
+    print(f"Wrote {len(ids)} token ids, most frequent first, to {arguments.output}; {len(counted)} were counted.")
 
 
 def sequences(arguments: Arguments) -> Iterator[Tensor | list[int]]:

@@ -259,6 +259,10 @@ def test_static_list_counts_answers_and_not_prompts(
     assert read(output) == [4, 5, 9]
     static_list.main(static_list.Arguments(pair_folders.target, str(output), **source, size=2))
     assert read(output) == [4, 5]
+    (tmp_path / "fill.json").write_text("[1, 4, 2]")
+    fill = {"fill": str(tmp_path / "fill.json"), "size": 4}
+    static_list.main(static_list.Arguments(pair_folders.target, str(output), **source, **fill))
+    assert read(output) == [4, 5, 9, 1]
     static_list.main(static_list.Arguments(pair_folders.target, str(output), **source, max_answers=1))
     assert read(output) == [4, 5]
     static_list.main(
