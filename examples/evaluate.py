@@ -13,24 +13,30 @@ each other. `microspec_hf.evaluation.arms` lists the arms and suites.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from measuring import Options, load, option, start
+from measuring import Options, Pair, load, option, start
 from transformers import HfArgumentParser
 
 from microspec_hf import TreeConfig
 from microspec_hf.evaluation.answers import Answerer, Decoding
 from microspec_hf.evaluation.arms import Arm, Resources, parse_arms
 from microspec_hf.evaluation.runner import evaluate
+from microspec_hf.evaluation.widened import COSTS, match_depth, widen
+
+TEXT = "Explain in a few sentences how a bicycle stays upright."
 
 
 @dataclass
 class Arguments(Options):
     """Command-line options."""
 
+    cost: str | None = option(f"Widen the pair to the cost of a large one: {', '.join(COSTS)}.", default=None)
+    deep: str = option("A target with too many layers: refuse, spread or shorten.", default="refuse")
     suite: str | None = option("Suites of arms, commas between: paper, static-sizes, window, ...", default=None)
     arms: str | None = option("Further arms, commas between.", default=None)
     max_new_tokens: int = option("Length limit of a turn's answer, in tokens.", default=1024)
@@ -44,6 +50,12 @@ class Arguments(Options):
     time_drafts: bool = option(
         "Measure how long drafting takes; on a GPU rounds then wait for each other.", default=False
     )
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and self.cost not in COSTS:
+            raise ValueError(f"--cost is one of {', '.join(COSTS)}, got {self.cost!r}.")
+        if self.deep not in ("refuse", "spread", "shorten"):
+            raise ValueError(f"--deep is refuse, spread or shorten, got {self.deep!r}.")
 
     def chosen_arms(self) -> list[Arm]:
         """What --suite and --arms name."""
@@ -67,7 +79,7 @@ def main(arguments: Arguments) -> None:
     arms, prompts = arguments.chosen_arms(), arguments.prompts()
     decoding = Decoding(arguments.max_new_tokens, arguments.temperature, arguments.seed)
     state: PartialState = start()
-    answerer = Answerer(*load(state, arguments), decoding)
+    answerer = Answerer(*loaded(state, arguments), decoding)
     record = evaluate(
         answerer,
         prompts,
@@ -85,6 +97,17 @@ def main(arguments: Arguments) -> None:
         )
         print(f"left out {record['turns_left_out']} later turns without room.")
         print(f"Wrote {arguments.output}")
+
+
+def loaded(state: PartialState, arguments: Arguments) -> Pair:
+    """The pair; with --cost it is loaded in float32 and widened, so that weights are rounded once."""
+    if arguments.cost is None:
+        return load(state, arguments)
+    pair = load(state, replace(arguments, dtype="float32"))
+    ids = pair.tokenizer(TEXT, return_tensors="pt")["input_ids"].to(pair.model.device)
+    model, shape = match_depth(pair.model, arguments.cost, arguments.deep, ids)
+    target, drafter = widen(model, pair.drafter, shape, getattr(torch, arguments.dtype))
+    return Pair(target, pair.tokenizer, drafter)
 
 
 def _names(text: str | None) -> list[str]:

@@ -29,7 +29,7 @@ from microspec_hf.vocabulary import make_vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 8
-"""Kinds of calls (drafter, vocabulary, tree, stop ids) that are kept ready for each target."""
+"""Kinds of calls (drafter, vocabulary, tree, stop ids) that are kept ready for each target; `keep` asks for more."""
 AHEAD_ROWS = 4096
 """Rows that are reserved behind a prompt at most; a longer text makes room as it grows."""
 
@@ -118,6 +118,12 @@ def release(model: PreTrainedModel) -> None:
     """
     if (engine := _engines.pop(model, None)) is not None:
         engine.release()
+
+
+def keep(count: int) -> None:
+    """Keep at least `count` kinds of calls ready: work that goes through many in turn would capture each anew."""
+    global MAX_SESSIONS  # as many as this process has ever asked for
+    MAX_SESSIONS = max(MAX_SESSIONS, count)
 
 
 class Engine:

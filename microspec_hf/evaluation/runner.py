@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from microspec_hf import sessions
 from microspec_hf.evaluation.answers import Answerer
 from microspec_hf.evaluation.arms import Arm
 from microspec_hf.evaluation.journal import Journal
@@ -78,6 +79,7 @@ def evaluate(
     """
     me = processes or Alone()
     _refuse_finished(output)
+    sessions.keep(len(arms) + 1)
     settings = pair_settings(answerer.model, answerer.drafter) | {"decoding": vars(answerer.decoding)}
     versions = {arm.name: digest(arm.config and arm.config.to_dict()) for arm in arms}
     too_long = {p.id: int(ids.shape[1]) for p in prompts if not answerer.fits(ids := answerer.first_ids(p))}
