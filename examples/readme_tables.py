@@ -3,7 +3,8 @@
     python examples/readme_tables.py           # rewrites both
     python examples/readme_tables.py --check   # says whether it is up to date (exit code 1: it is not)
 
-Result files are made by `microspec demo --json examples/results/demo_cpu.json`, `examples/acceptance.py` and
+Result files are made by `microspec demo --json examples/results/demo_cpu.json` (one more file for each further
+machine: `demo_cpu_NAME.json`), `examples/acceptance.py` and
 `microspec check --json examples/results/check_float32.json`. A file that does not exist gives no row.
 """
 
@@ -73,7 +74,7 @@ def results_block(results: Path) -> str:
         table
         for table in (
             _bench_table(_read(results / "bench_llama-3-8b.json")),
-            _demo_table(_read(results / "demo_cpu.json")),
+            *(_demo_table(_read(file)) for file in sorted(results.glob("demo_cpu*.json"))),
             _acceptance_table(_read(results / "acceptance_smollm2.json")),
             _check_table(_read(results / "check_float32.json")),
         )

@@ -331,3 +331,10 @@ def test_emulated_capture_does_nothing_until_it_is_replayed() -> None:
 def test_emulated_capture_refuses_host_reads() -> None:
     with pytest.raises(AssertionError, match="_local_scalar_dense waits for the device"):
         capture(lambda: int(torch.ones(1)))
+
+
+def test_more_kinds_of_calls_are_kept_where_asked_for_and_never_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    for asked, kept in ((5, 5), (1, 5), (6, 6)):
+        sessions.keep(asked)
+        assert kept == sessions.MAX_SESSIONS

@@ -141,6 +141,10 @@ def test_tables_show_the_figures_of_the_files(readme_tables: ModuleType, tmp_pat
     write("demo_cpu.json", demo)
     row = "| 20.0 | **40.1** | **2.00x** | 3.46 | 1,234 | 96.1% | yes |"
     assert row in readme_tables.results_block(tmp_path).splitlines()
+    write("demo_cpu_other.json", demo | {"speedup": 1.25})
+    lines = readme_tables.results_block(tmp_path).splitlines()
+    assert row in lines
+    assert row.replace("2.00x", "1.25x") in lines
 
     records = [
         {"vocabulary": v, "task": t, "acceptance_length": length, "prompts": 2}
