@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from measuring import Options, Pair, load, option, start
+from measuring import SHORTEN_TEXT, Options, Pair, load, option, precision, require_cost, start
 from transformers import HfArgumentParser
 
 from microspec_hf import TreeConfig
@@ -27,8 +26,6 @@ from microspec_hf.evaluation.answers import Answerer, Decoding
 from microspec_hf.evaluation.arms import Arm, Resources, parse_arms
 from microspec_hf.evaluation.runner import evaluate
 from microspec_hf.evaluation.widened import COSTS, match_depth, widen
-
-TEXT = "Explain in a few sentences how a bicycle stays upright."
 
 
 @dataclass
@@ -51,12 +48,6 @@ class Arguments(Options):
         "Measure how long drafting takes; on a GPU rounds then wait for each other.", default=False
     )
 
-    def __post_init__(self) -> None:
-        if self.cost is not None and self.cost not in COSTS:
-            raise ValueError(f"--cost is one of {', '.join(COSTS)}, got {self.cost!r}.")
-        if self.deep not in ("refuse", "spread", "shorten"):
-            raise ValueError(f"--deep is refuse, spread or shorten, got {self.deep!r}.")
-
     def chosen_arms(self) -> list[Arm]:
         """What --suite and --arms name."""
         resources = Resources(
@@ -76,6 +67,8 @@ def main(arguments: Arguments) -> None:
     if arguments.output is None:
         raise SystemExit("--output is needed: the folder of the results.")
     # Whatever is wrong with the request is said before anything is loaded.
+    if arguments.cost is not None:
+        require_cost(arguments.cost, arguments.deep)
     arms, prompts = arguments.chosen_arms(), arguments.prompts()
     decoding = Decoding(arguments.max_new_tokens, arguments.temperature, arguments.seed)
     state: PartialState = start()
@@ -103,10 +96,11 @@ def loaded(state: PartialState, arguments: Arguments) -> Pair:
     """The pair; with --cost it is loaded in float32 and widened, so that weights are rounded once."""
     if arguments.cost is None:
         return load(state, arguments)
+    dtype = precision(arguments.dtype)
     pair = load(state, replace(arguments, dtype="float32"))
-    ids = pair.tokenizer(TEXT, return_tensors="pt")["input_ids"].to(pair.model.device)
+    ids = pair.tokenizer(SHORTEN_TEXT, return_tensors="pt")["input_ids"].to(pair.model.device)
     model, shape = match_depth(pair.model, arguments.cost, arguments.deep, ids)
-    target, drafter = widen(model, pair.drafter, shape, getattr(torch, arguments.dtype))
+    target, drafter = widen(model, pair.drafter, shape, dtype)
     return Pair(target, pair.tokenizer, drafter)
 
 

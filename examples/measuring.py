@@ -17,6 +17,7 @@ from transformers.hf_argparser import HfArg
 from microspec_hf import EagleHead, MicroSpecConfig, TreeConfig, load_drafter
 from microspec_hf.eagle import check_pair
 from microspec_hf.evaluation import Prompt, parse_vocabulary, provenance, read_prompts, select_prompts
+from microspec_hf.evaluation.widened import COSTS
 
 RESULTS = Path(__file__).parent / "results"
 Item = TypeVar("Item")
@@ -60,6 +61,12 @@ class Options:
         return select_prompts(read_prompts(self.data), tasks, self.per_task)
 
 
+SHORTEN_TEXT = (
+    "Explain in a few sentences how a bicycle stays upright, and write a Python function that reverses a list."
+)
+"""The text on which layers of a target are compared that `--deep shorten` leaves out."""
+
+
 class Pair(NamedTuple):
     """What is measured."""
 
@@ -85,14 +92,28 @@ def share(state: PartialState, items: Sequence[Item]) -> list[Item]:
 
 def load(state: PartialState, options: Options) -> Pair:
     """Target, tokenizer and drafter on the device of this process; a pair that does not fit is refused."""
-    dtype = getattr(torch, options.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SystemExit(f"--dtype must name a precision such as float32 or bfloat16, got {options.dtype!r}.")
+    dtype = precision(options.dtype)
     device = _device(state, options.device)
     model: Any = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype)
     head = load_drafter(options.drafter, dtype=dtype, device=device)
     check_pair(head, model.config, str(model.config._name_or_path))
     return Pair(model.to(device).eval(), AutoTokenizer.from_pretrained(options.target), head)
+
+
+def precision(name: str) -> torch.dtype:
+    """The dtype that --dtype names."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SystemExit(f"--dtype must name a precision such as float32 or bfloat16, got {name!r}.")
+    return dtype
+
+
+def require_cost(cost: str, deep: str) -> None:
+    """Refuse what --cost and --deep cannot mean."""
+    if deep not in ("refuse", "spread", "shorten"):
+        raise SystemExit(f"--deep is refuse, spread or shorten, got {deep!r}.")
+    if cost not in COSTS:
+        raise SystemExit(f"--cost is one of {', '.join(COSTS)}, got {cost!r}.")
 
 
 def write_result(output: Path, result: dict[str, Any], /, **arguments: Any) -> None:

@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import option
+from measuring import SHORTEN_TEXT, option, require_cost
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from microspec_hf import load_drafter
 from microspec_hf.evaluation.widened import COSTS, Widening, match_depth
-
-TEXT = "Explain in a few sentences how a bicycle stays upright, and write a Python function that reverses a list."
 
 
 @dataclass
@@ -49,15 +47,12 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Widen, layer by layer."""
-    if arguments.deep not in ("refuse", "spread", "shorten"):
-        raise SystemExit(f"--deep is refuse, spread or shorten, got {arguments.deep!r}.")
-    if arguments.cost not in COSTS:
-        raise SystemExit(f"--cost is one of {', '.join(COSTS)}, got {arguments.cost!r}.")
+    require_cost(arguments.cost, arguments.deep)
     # In float32, so that weights are rounded once, to the precision of the pair.
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     head = load_drafter(arguments.drafter, torch.float32, "cpu")
-    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    ids = tokenizer(SHORTEN_TEXT, return_tensors="pt")["input_ids"]
     model, cost = match_depth(model, arguments.cost, arguments.deep, ids)
     widening = Widening(model, head, cost, getattr(torch, arguments.dtype), arguments.seed)
 
